@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 import grpc
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
+from kvcluster.actors.ray_private import GcsClient
 from kvcluster.actors.settings import LEAVING, SPACE, config_key
 from kvcluster.errors import ConfigError, Unreachable
 

@@ -22,10 +22,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ray._private.node import Node
-from ray._private.parameter import RayParams
-
 from kvcluster.actors.ray_logs import errors_in_logs
+from kvcluster.actors.ray_private import Node, RayParams
 
 _Method: TypeAlias = Callable[..., None]
 

@@ -13,10 +13,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
-
+from kvcluster.actors.ray_private import AuthenticationTokenLoader, RayConfig, ray_constants
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT

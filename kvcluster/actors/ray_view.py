@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
-from ray._private.state import actors as actor_table
-from ray._private.state import available_resources_per_node
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kvcluster.actors.ray_private import actor_table, available_resources_per_node
 from kvcluster.actors.settings import leaving_nodes
 from kvcluster.config import Config
 from kvcluster.core.ids import ShardId

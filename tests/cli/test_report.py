@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 
 from kvcluster.cli.main import main
-from kvcluster.client.trace_file import (
+from kvcluster.core import hashing
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.spec import KVSpec
+from kvcluster.observe.reuse_prediction import ObservedRequest
+from kvcluster.observe.trace_file import (
     PREFIX,
     UNREAD_WEIGHTS,
     ObservingCost,
@@ -25,10 +29,6 @@ from kvcluster.client.trace_file import (
     request_line,
     shortened,
 )
-from kvcluster.core import hashing
-from kvcluster.core.ids import NamespaceId
-from kvcluster.core.reuse_prediction import ObservedRequest
-from kvcluster.core.spec import KVSpec
 
 BLOCK = 16
 SECOND = 1_000_000_000

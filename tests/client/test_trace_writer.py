@@ -15,8 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client import trace_writer
-from kvcluster.client.trace_file import (
+from kvcluster.core import hashing, limits
+from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import ConfigError
+from kvcluster.observe import trace_writer
+from kvcluster.observe.reuse_prediction import ObservedRequest
+from kvcluster.observe.trace_file import (
     HASH_BYTES,
     OLD,
     PREFIX,
@@ -29,12 +34,7 @@ from kvcluster.client.trace_file import (
     request_line,
     shortened,
 )
-from kvcluster.client.trace_writer import TraceWriter, gentle_chain
-from kvcluster.core import hashing, limits
-from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.reuse_prediction import ObservedRequest
-from kvcluster.core.spec import KVSpec
-from kvcluster.errors import ConfigError
+from kvcluster.observe.trace_writer import TraceWriter, gentle_chain
 from tests.waiting import eventually
 
 SPEC = KVSpec.uniform(model="m", weights=UNREAD_WEIGHTS, num_layers=2, num_kv_heads=2, head_dim=8, dtype="float16")

@@ -169,7 +169,6 @@ def shard(name: str, reports_to: str) -> None:
 
 
 def worker(address: str, transport: str, action: str, seed: str) -> None:
-    from kvcluster.transfers.layouts import Buffers
 
     tokens = [int(seed), *range(BLOCKS * SPEC.block_tokens - 1)]
     content = [bytearray(random.Random(f"{seed} {block}").randbytes(BLOCK_BYTES)) for block in range(BLOCKS)]
@@ -178,12 +177,14 @@ def worker(address: str, transport: str, action: str, seed: str) -> None:
     try:
         with kvcluster.connect(address, SPEC, config=config) as client:
             if action == "store":
-                stored = client.store(tokens, Buffers([memoryview(block) for block in content]))
+                stored = client.store(tokens, kvcluster.Buffers([memoryview(block) for block in content]))
                 did["blocks"], did["flushed"] = stored.blocks, client.flush()
                 client.pin(tokens, 600, replicas=2)
             else:
                 into = [bytearray(BLOCK_BYTES) for _ in content]
-                did["blocks"] = client.load(tokens, Buffers([memoryview(block) for block in into])) // SPEC.block_tokens
+                did["blocks"] = (
+                    client.load(tokens, kvcluster.Buffers([memoryview(block) for block in into])) // SPEC.block_tokens
+                )
                 did["same"] = into == content
             did["transports"] = {name: one["name"] for name, one in client.status()["transports"].items()}
     except kvcluster.KVClusterError as error:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core.breakeven import Breakeven, LinkRate
-from kvcluster.core.reuse_prediction import LoadCost, ObservedRequest, PredictedRequest, outcome, predict
 from kvcluster.core.spec import KVSpec
+from kvcluster.observe.reuse_prediction import LoadCost, ObservedRequest, PredictedRequest, outcome, predict
 
 BLOCK = 16
 MS = 1_000_000

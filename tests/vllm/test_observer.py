@@ -13,12 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 
-from kvcluster.client.trace_file import UNREAD_WEIGHTS, EngineTrace, read_traces
 from kvcluster.core.breakeven import LinkRate
-from kvcluster.core.reuse_prediction import LoadCost, outcome, predict
 from kvcluster.engines.vllm import KVClusterConnector, compat, observer
 from kvcluster.engines.vllm.idle import IdleScheduler
 from kvcluster.errors import CallerError
+from kvcluster.observe.reuse_prediction import LoadCost, outcome, predict
+from kvcluster.observe.trace_file import UNREAD_WEIGHTS, EngineTrace, read_traces
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK, WEIGHTS, engine_config, kv_config
 from tests.vllm.conftest import Bench

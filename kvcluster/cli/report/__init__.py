@@ -15,12 +15,12 @@ from kvcluster.cli.argument_types import positive
 from kvcluster.cli.picture import drawing
 from kvcluster.cli.report.figures import LoadLink, ReportOptions, TierSize, figures_of
 from kvcluster.cli.report.view import lines, panels
-from kvcluster.client.trace_file import DEFAULT_FOLDER, read_traces
 from kvcluster.config import old_names
 from kvcluster.config.loading import size
 from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.tiers import Tier
 from kvcluster.errors import ConfigError
+from kvcluster.observe.trace_file import DEFAULT_FOLDER, read_traces
 from kvcluster.release import docs_page
 
 _TIERS = {tier.name.lower(): tier for tier in Tier}

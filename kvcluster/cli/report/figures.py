@@ -1,7 +1,7 @@
 """The figures of `kvcluster report`: what the traces of several engines come to, as plain values.
 
 Engines whose specs are equal, weights included, form a *group*: they would share. An engine whose weights never got a
-fingerprint shares with none, as in a cluster. The figures of a group come from core/reuse_prediction.py.
+fingerprint shares with none, as in a cluster. The figures of a group come from observe/reuse_prediction.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.cli.namespace_diff import kept_apart
-from kvcluster.client.trace_file import EngineTrace
 from kvcluster.core import codecs
 from kvcluster.core.breakeven import Breakeven, LinkRate
 from kvcluster.core.codecs import Codec
-from kvcluster.core.reuse_prediction import (
+from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import Takes, Tier
+from kvcluster.observe.reuse_prediction import (
     LoadCost,
     ObservedRequest,
     PredictedOutcome,
@@ -24,8 +25,7 @@ from kvcluster.core.reuse_prediction import (
     outcome,
     predict,
 )
-from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import Takes, Tier
+from kvcluster.observe.trace_file import EngineTrace
 
 _MS = 1e6
 _CAPACITIES = 10

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
-from kvcluster.client.trace_file import MODES
 from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
+from kvcluster.observe.trace_file import MODES
 from kvcluster.transport.rpc import check_address
 
 

@@ -1,6 +1,6 @@
 """Mode "observe": notes which pages SGLang asks for and would store, in a trace for `kvcluster report`; moves nothing.
 
-SGLang's calls become lines of a trace (client/trace_file.py): a lookup, or a store that ends at once. Its page hashes
+SGLang's calls become lines of a trace (observe/trace_file.py): a lookup, or a store that ends at once. Its page hashes
 are chained already, so they are noted as they are, cut. SGLang asks about a batch of pages at a time and stops at the
 first that is missing, so of a longer prompt only the first batch is known. It does not tell how fast it computes: give
 `--prefill` to the report. Nothing here raises at SGLang's threads.
@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcluster.client.trace_file import HASH_BYTES, TraceHeader, request_line
-from kvcluster.client.trace_writer import Log, TraceWriter
 from kvcluster.core.groups import Part
-from kvcluster.core.reuse_prediction import ObservedRequest
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.sglang.settings import StorageSettings
 from kvcluster.engines.texts import process_name
+from kvcluster.observe.reuse_prediction import ObservedRequest
+from kvcluster.observe.trace_file import HASH_BYTES, TraceHeader, request_line
+from kvcluster.observe.trace_writer import Log, TraceWriter
 
 
 class StorageObserver:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 
 from kvcluster import config
 from kvcluster.client.credential import read_token
-from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
+from kvcluster.observe.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.transfers.deadlines import OTHER_MS
 from kvcluster.transport.rpc import check_address
 

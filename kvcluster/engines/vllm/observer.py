@@ -1,8 +1,8 @@
 """The scheduler's side in mode "observe": notes each request's block hashes and times, and moves nothing.
 
-The notes go into a trace (client/trace_file.py), from which `kvcluster report` predicts what a cluster would have given
-this engine and others. No cluster is needed, none is asked, and an engine that is not served runs as well. The hooks
-only note what they are told; tokens are copied once, when a request ends, and hashed on the writer's thread.
+The notes go into a trace (observe/trace_file.py), from which `kvcluster report` predicts what a cluster would have
+given this engine and others. No cluster is needed, none is asked, and an engine that is not served runs as well. The
+hooks only note what they are told; tokens are copied once, when a request ends, and hashed on the writer's thread.
 
 Hashes are rooted in the salt and adapter of the request, as in a cluster, but not in the namespace, since reading the
 weights for it takes a while: the report compares the headers instead. Adapters are told apart by their paths here.
@@ -22,11 +22,8 @@ from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.weights as weights
-from kvcluster.client.trace_file import UNREAD_WEIGHTS, TraceHeader, request_line, shortened
-from kvcluster.client.trace_writer import Log, TraceWriter, gentle_chain
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.reuse_prediction import ObservedRequest
 from kvcluster.engines.texts import error_text, process_name
 from kvcluster.engines.vllm.idle import IdleScheduler
 from kvcluster.engines.vllm.rates import PrefillRate
@@ -34,6 +31,9 @@ from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.errors import KVClusterError
+from kvcluster.observe.reuse_prediction import ObservedRequest
+from kvcluster.observe.trace_file import UNREAD_WEIGHTS, TraceHeader, request_line, shortened
+from kvcluster.observe.trace_writer import Log, TraceWriter, gentle_chain
 from kvcluster.transport.thread_start import start_thread
 
 _ROOT = NamespaceId(hashlib.sha256(b"kvcluster-observe-v1").digest())

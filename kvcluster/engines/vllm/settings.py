@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
-from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.config import LOSSES, TRANSPORTS
 from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
+from kvcluster.observe.trace_file import DEFAULT_FOLDER, MODES
 
 _LEAST_STAGING_BYTES = 1 << 25
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client.trace_file import EngineTrace, read_traces
-from kvcluster.core.reuse_prediction import predict
 from kvcluster.errors import ConfigError
+from kvcluster.observe.reuse_prediction import predict
+from kvcluster.observe.trace_file import EngineTrace, read_traces
 from tests.engines.sglang.pools import CONFIG, TOKENS, create, keys_of, mha_pool, slots, untouched
 
 Open = Callable[..., Any]

@@ -24,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvcluster.client.trace_file import OLD, PREFIX, SUFFIX, ObservingCost, TraceHeader, cost_line, header_line
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
+from kvcluster.observe.trace_file import OLD, PREFIX, SUFFIX, ObservingCost, TraceHeader, cost_line, header_line
 from kvcluster.transport.thread_start import start_thread
 
 Log = Callable[[str], object]

@@ -26,9 +26,9 @@ from typing import Any
 
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.reuse_prediction import ObservedRequest
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.observe.reuse_prediction import ObservedRequest
 from kvcluster.wire.common import decode_spec, encode_spec
 
 FORMAT = 1

@@ -1,7 +1,7 @@
 """What a cluster would have given engines that ran without one, predicted from what they observed.
 
 An engine in observe mode notes each request: its block hashes, how many leading blocks its own cache had, and when
-their KV was computed (client/trace_file.py). `predict` replays the requests of several engines in order of time over
+their KV was computed (observe/trace_file.py). `predict` replays the requests of several engines in order of time over
 one LRU stack (chain_stack.py): a lookup finds the blocks that were computed before it, by any engine, and a block is
 used whenever a request that has it is computed. So a request that computes what another one is still computing finds
 nothing, as in a real cluster. `outcome` then applies a capacity and the break-even rule of the connectors
@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcluster.core.breakeven import Breakeven, LinkRate
-from kvcluster.core.chain_stack import ChainStack, DistanceRun
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
+from kvcluster.observe.chain_stack import ChainStack, DistanceRun
 
 
 @dataclass(frozen=True, slots=True)
