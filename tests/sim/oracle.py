@@ -250,12 +250,25 @@ class Oracle:
             require(lease.expires_at > shard.now() - MS, "a lease is over because its shard was stalled")
 
     def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
-        self._only_rotten_are_gone(shard)
+        self._only_rotten_are_gone(shard, effects)
 
-    def _only_rotten_are_gone(self, shard: ShardProcess) -> None:
-        gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
+    def _only_rotten_are_gone(self, shard: ShardProcess, effects: list[Effect]) -> None:
+        """The room of a page that is gone may be what a store has waited for: what gives way to that is judged with its
+        grant."""
+        gone = {place: shard.ready[place][0] for place in self._vanished(shard)}
         rotten = {place[:2] for place, slot in gone.items() if shard.storage.is_rotten(slot)}
-        require(all(place[:2] in rotten for place in gone), "a sound page is condemned as corrupt")
+        granted = {
+            page.key
+            for effect in effects
+            if isinstance(effect, Answer) and isinstance(effect.reply, WriteGrant)
+            for page in effect.reply.pages
+            if isinstance(page, PageSlot)
+        }
+        for place in gone:
+            if place[:2] in rotten:
+                del shard.ready[place]
+            else:
+                require(place[1] in granted, "a sound page is condemned as corrupt")
 
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
         """A page that is READY in its new place is correct there; a page that is gone from its old one was demoted, or
@@ -296,7 +309,7 @@ class Oracle:
                 right = content.content(page.namespace, slot.key, slot.codec, slot.loss).data
                 sound = shard.storage.is_rotten(slot) or shard.storage.bytes_of(slot) == right
                 require(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
-        self._only_rotten_are_gone(shard)
+        self._only_rotten_are_gone(shard, effects)
 
     def _tier_lost(self, shard: ShardProcess, m: TierLost, effects: list[Effect]) -> None:
         gone = {place: shard.ready.pop(place) for place in self._vanished(shard)}
