@@ -1,4 +1,4 @@
-"""Measures the shape of the package: `python tools/shape.py [--names]`. How much of it there is, how it is cut into
+"""Measures the shape of the package: `python -m tools.shape [--names]`. How much of it there is, how it is cut into
 files, and what is too small or too wide.
 """
 
@@ -8,8 +8,10 @@ import ast
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from tools.structure import imports_of, module_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_LINES = 60
@@ -21,9 +23,8 @@ def modules(root: Path = ROOT) -> dict[str, tuple[str, ast.Module]]:
     found = {}
     for path in sorted((root / "kvcluster").rglob("*.py")):
         if not path.name.endswith("_pb2.py"):
-            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
             text = path.read_text(encoding="utf-8")
-            found[name] = text, ast.parse(text)
+            found[module_of(path.relative_to(root).as_posix())] = text, ast.parse(text)
     return found
 
 
@@ -31,19 +32,9 @@ def importers(known: Mapping[str, tuple[str, ast.Module]]) -> dict[str, set[str]
     """Returns for each module those that import it, or from it."""
     found: dict[str, set[str]] = defaultdict(set)
     for name, (_, tree) in known.items():
-        for node in ast.walk(tree):
-            for target in _imported(node):
-                if target in known and target != name:
-                    found[target].add(name)
+        for target in imports_of(tree, name) & known.keys():
+            found[target].add(name)
     return found
-
-
-def _imported(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.module:
-        yield node.module
-        yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def measured() -> dict[str, object]:

@@ -47,8 +47,8 @@ def complaints(texts: Mapping[str, str], known: Known | None = None) -> list[str
 
 
 def _circles(trees: Mapping[str, ast.Module], known: Known) -> Iterator[str]:
-    paths = {_module(path): path for path in trees}
-    graph = {module: _imports(trees[path], module) & paths.keys() for module, path in paths.items()}
+    paths = {module_of(path): path for path in trees}
+    graph = {module: imports_of(trees[path], module) & paths.keys() for module, path in paths.items()}
     reached = {module: _reached(graph, module) for module in graph}
     circles = {tuple(sorted(n for n in reached[m] if m in reached[n])) for m in graph if m in reached[m]}
     for circle in sorted(circles):
@@ -97,7 +97,8 @@ def _shared_names(trees: Mapping[str, ast.Module], known: Known) -> Iterator[str
             yield f"{_HERE}: there is one class {name} at most now; take it out of KNOWN"
 
 
-def _module(path: str) -> str:
+def module_of(path: str) -> str:
+    """Returns the dotted name of the module at a path below the repository."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -105,7 +106,8 @@ def _below(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def _imports(tree: ast.Module, importer: str) -> set[str]:
+def imports_of(tree: ast.Module, importer: str) -> set[str]:
+    """Returns what a module imports, and from where, by dotted names."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

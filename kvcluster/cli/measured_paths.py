@@ -8,6 +8,7 @@ its rate.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+from kvcluster.cli.argument_types import positive
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, check_listens
 from kvcluster.cli.measured_model import MODEL
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -46,6 +49,15 @@ _PATIENCE_MS = 10_000
 _PAUSE_S = 0.1
 
 
+def add_measuring_args(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that every command has that measures paths: how often, how to print it, and which cluster."""
+    parser.add_argument(
+        "--rounds", type=positive, default=5, metavar="N", help="rounds, of which medians are taken (default 5)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    add_coordinator_args(parser)
+
+
 def spec_of(groups: tuple[Group, ...], block_tokens: int) -> KVSpec:
     """Returns the spec of a run: of weights that no other run has."""
     return KVSpec(model=MODEL, weights=f"random:{os.urandom(16).hex()}", block_tokens=block_tokens, groups=groups)
@@ -63,6 +75,18 @@ def block_count(spec: KVSpec, tokens: int | None) -> int:
 def measured_paths(address: str, token: str | None, spec: KVSpec, blocks: int) -> Iterator[list[MeasuredPath]]:
     """Yields each path, warmed up with calls of up to so many blocks. At the end it purges what was stored. Raises
     KVClusterError if the cluster cannot be used."""
+    try:
+        check_listens(address, ANSWER_MS)
+        with _warm_paths(address, token, spec, blocks) as paths:
+            yield paths
+    except Unreachable as error:
+        raise Unreachable(
+            f"{error}; this measures a running cluster: `kvcluster up` starts one, --port or --address names another"
+        ) from None
+
+
+@contextmanager
+def _warm_paths(address: str, token: str | None, spec: KVSpec, blocks: int) -> Iterator[list[MeasuredPath]]:
     with needs("torch"):
         from kvcluster.cli.measured_memory import MeasuredMemory
     with ExitStack() as house:
@@ -107,10 +131,11 @@ class MeasuredPath:
 
     def take_turn(self, calls: Sequence[str] = ("load",)) -> None:
         """Times one small call and one large one of each of these kinds: load; store, of new blocks; copy, of as many
-        blocks in memory. Raises KVClusterError if other bytes were loaded than were stored."""
+        blocks in memory; lookup, which no path carries. Raises KVClusterError if other bytes were loaded than were
+        stored."""
         if self.why is not None:
             return
-        takes = {"load": self._load, "store": self._store_new, "copy": self._copy}
+        takes = {"load": self._load, "store": self._store_new, "copy": self._copy, "lookup": self._lookup}
         try:
             for blocks in (1, self.large):
                 for call in calls:
@@ -127,15 +152,6 @@ class MeasuredPath:
         """Returns the fixed time and the rate of such calls. `nbytes`: the bytes that one of so many blocks moves."""
         small, large = ((nbytes(blocks), self.median_ns(call, blocks)) for blocks in (1, self.large))
         return LinkRate.through(small, large)
-
-    def lookup_ns(self) -> int:
-        """Returns how long a lookup of the blocks of a large call takes. No path carries it."""
-        began = time.perf_counter_ns()
-        found = self._client.lookup(self._content.tokens[: self.large * self._content.block_tokens])
-        took = time.perf_counter_ns() - began
-        if found.blocks < self.large:
-            raise self._missed("found", None, self.large)
-        return took
 
     def _store(self, blocks: int) -> None:
         """Stores the blocks that are missing. Waits while the shards carry out a purge, possibly of the last run."""
@@ -156,6 +172,16 @@ class MeasuredPath:
         took = time.perf_counter_ns() - began
         if stored.blocks < blocks:
             raise self._missed("stored", stored.miss, blocks)
+        return took
+
+    def _lookup(self, blocks: int) -> int:
+        """Looks blocks up and returns the time in nanoseconds, hashing included."""
+        tokens = self._content.tokens[: blocks * self._content.block_tokens]
+        began = time.perf_counter_ns()
+        found = self._client.lookup(tokens)
+        took = time.perf_counter_ns() - began
+        if found.blocks < blocks:
+            raise self._missed("found", None, blocks)
         return took
 
     def _copy(self, blocks: int) -> int:

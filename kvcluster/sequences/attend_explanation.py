@@ -20,8 +20,8 @@ class SpanPlace(NamedTuple):
 
 class AttendExplanation(NamedTuple):
     """Where the spans of the last step that had a planner were attended to, in order; what lies between them is
-    attended to in this process. `why` is what the planner says of its choice, by what has been measured until now;
-    empty if it says nothing."""
+    attended to in this process. `why` is what the planner's `explain` returns for that step; empty if the planner
+    has none."""
 
     places: tuple[SpanPlace, ...]
     why: str

@@ -1,7 +1,7 @@
 """Has a planner choose where the spans of a step are attended to, once for all layers, and remembers what it chose.
 
-It gathers what the planner is told (StepFacts): where blocks lie, what of them is here or on its way, and how much room
-is left.
+For each step it makes the planner's StepFacts: where blocks lie, which of them are in this process or on their way to
+it, and how many bytes of pages are free.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class Outage:
     The coordinator has failed when FAILURES questions in a row were not answered: one may be this process's own
     fault, whose thread got no CPU time to read the answer. A coordinator that has never answered has not stopped:
     that is an error of `connect`. The answer that ends an outage is that of the next question, so an engine without
-    requests reports it late. This module logs nothing and reads no clock.
+    requests reports it late. This class writes no log and reads no clock: its callers do.
     """
 
     def __init__(self) -> None:

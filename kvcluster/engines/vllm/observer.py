@@ -2,7 +2,8 @@
 
 The notes go into a trace (observe/trace_file.py), from which `kvcluster report` predicts what a cluster would have
 given this engine and others. No cluster is needed, none is asked, and an engine that is not served runs as well. The
-hooks only note what they are told; tokens are copied once, when a request ends, and hashed on the writer's thread.
+hooks of vLLM store a few numbers for each request; when a request ends, its tokens are copied once, and the writer's
+thread hashes them.
 
 Hashes are rooted in the salt and adapter of the request, as in a cluster, but not in the namespace, since reading the
 weights for it takes a while: the report compares the headers instead. Adapters are told apart by their paths here.
