@@ -174,7 +174,7 @@ def _figures(path: MeasuredPath, even: Breakeven) -> dict[str, Any]:
     if path.why is not None:
         return {"path": path.name, "why": path.why}
     step = even.spec.block_tokens
-    link = path.link("load", lambda blocks: even.nbytes(blocks * step))
+    link = path.link(lambda blocks: even.nbytes(blocks * step))
     return {
         "path": path.name,
         "why": None,

@@ -148,9 +148,9 @@ class MeasuredPath:
         """Returns how long calls of that kind took for 1 block, or for `large`."""
         return int(statistics.median(self._took[call, blocks]))
 
-    def link(self, call: str, nbytes: Callable[[int], int]) -> LinkRate:
-        """Returns the fixed time and the rate of such calls. `nbytes`: the bytes that one of so many blocks moves."""
-        small, large = ((nbytes(blocks), self.median_ns(call, blocks)) for blocks in (1, self.large))
+    def link(self, nbytes: Callable[[int], int]) -> LinkRate:
+        """Returns the fixed time and the rate of loads. `nbytes`: the bytes that one of so many blocks moves."""
+        small, large = ((nbytes(blocks), self.median_ns("load", blocks)) for blocks in (1, self.large))
         return LinkRate.through(small, large)
 
     def _store(self, blocks: int) -> None:

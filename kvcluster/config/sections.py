@@ -52,7 +52,7 @@ class CoordinatorConfig:
     `host_codec`: encoding of blocks demoted to the host tier, raw, q8 or q4. The first `host_raw_blocks` blocks of a
     sequence stay raw.
     `q4_error_budget`: a namespace whose sampled pages lose more than this by q4, on average, gets q8.
-    `promote_loads`: a run loaded this often within `hot_window_ms` is promoted.
+    `promote_loads`: a run below RAM loaded this often within `hot_window_ms` is promoted.
     `drain_ms`: after this time a draining shard leaves, whatever it still holds.
     `state_dir`: where tombstones are kept for the next coordinator; "" keeps them only in the shards."""
 

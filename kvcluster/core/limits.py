@@ -249,7 +249,11 @@ SAMPLES = 256
 """Samples of the codec error of pages in one report: more than are needed to judge a namespace."""
 
 PROMOTIONS = 4_096
-"""Blocks of one shard that wait to be promoted. One more is dropped, until it is hot again."""
+"""Blocks of one shard that wait to be promoted. One more is dropped, until it is hot again, or read again."""
+
+WANTED_ON_DEVICE = EVICTIONS_PER_ORDER
+"""Blocks for the pool on a device in one report: as many as one order brings there. One more is dropped, until it is
+read again."""
 
 PULL_PAGES = 1_024
 """Pages that a shard fetches from another for one order."""

@@ -113,12 +113,13 @@ class CudaDriver:
         return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
     def reads(self, device: int) -> list[int]:
-        """Returns the devices whose memory this one reads: itself, and its peers among those shown to this process."""
+        """Returns the devices whose memory this one reads: itself, and its peers among those shown to this process. If
+        the driver cannot say whether one is a peer, it is none."""
         found, value = [device], c_int()
         for other in range(self.count()):
-            if other != device:
-                self.call("cuDeviceCanAccessPeer", byref(value), c_int(device), c_int(other))
-                found += [other] if value.value else []
+            asked = byref(value), c_int(device), c_int(other)
+            if other != device and self.status("cuDeviceCanAccessPeer", *asked) == SUCCESS and value.value:
+                found.append(other)
         return found
 
     def bus_id(self, device: int) -> str:

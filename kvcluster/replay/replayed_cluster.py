@@ -41,10 +41,12 @@ from kvcluster.core.messages import (
     Send,
     ShardAddress,
     StoreGrant,
+    Tier,
     WriteGrant,
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.placement import run_start
+from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.replay.core_process import CoreProcess
@@ -116,10 +118,11 @@ class TraceCluster:
         self._shards: dict[str, _Shard] = {}  # by address
         for number in range(config.shards):
             name, address = ShardId(f"shard-{number}"), f"{number}"
-            core = Shard(name, Epoch(1), config.shard, membership_ttl_ms=ttl_ms, address=address, host="")
+            found = {Tier.GPU: RecoveredPages(config.shard.gpu_bytes, config.shard.extent_bytes)}
+            core = Shard(name, Epoch(1), config.shard, membership_ttl_ms=ttl_ms, address=address, host="", found=found)
             self._shards[address] = _Shard(self._kernel, name, core, self._asked)
-        self._part = spec.whole(0)
-        self._need = Need((self._part,), Loss[config.client.accept.upper()])
+        self.part = spec.whole(0)
+        self._need = Need((self.part,), Loss[config.client.accept.upper()])
         attached = self._asked.ask_now(build_request(Attach(spec), TENANT))
         assert isinstance(attached, Attached)
         self.space = attached.namespace
@@ -161,7 +164,7 @@ class TraceCluster:
             parent=self._parent(hashes, first),
             run=hashes[run_start(first, self.config.coordinator.run_blocks)],
             hashes=tuple(hashes[first:]),
-            parts=((0, self._part),),
+            parts=((0, self.part),),
             loss=loss,
         )
         grant = self._asked.ask_now(build_request(prepare, TENANT, self.space))
@@ -173,7 +176,7 @@ class TraceCluster:
                 assert run.shard is not None
                 pages = by_shard.setdefault(run.shard, [])
                 for at in range(depth, depth + run.count):
-                    key = PageKey(hashes[at], 0, self._part)
+                    key = PageKey(hashes[at], 0, self.part)
                     pages.append(NewPage(key, self._parent(hashes, at), at, loss))
             depth += run.count
         writing = list(by_shard)

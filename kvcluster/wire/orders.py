@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import EvictOrder, LeaveReason, Move, MoveOrder, ProbeOrder, PullOrder, ReportAck
 from kvcluster.core.tiers import Takes
 from kvcluster.wire.checks import must
@@ -24,7 +23,7 @@ from kvcluster.wire.common import (
     TIER,
 )
 from kvcluster.wire.fields import NUMBERS, PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, each
-from kvcluster.wire.reports import TOMBSTONES, check_ascending
+from kvcluster.wire.reports import NAMED_BLOCKS, TOMBSTONES, check_ascending
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 LEAVE_REASON: EnumField[LeaveReason | None] = EnumField(LeaveReason, pb.LeaveReason, "LEAVE_REASON_", unspecified=True)
@@ -38,7 +37,6 @@ def _check_pull(order: PullOrder) -> None:
     must(order.into.spec.addressable, f"pages cannot be pulled into {tier}, only demoted into it")
 
 
-_BLOCKS: Columns[tuple[NamespaceId, BlockHash]] = Columns(pb.NamespacedHashes, None, namespace=NAMESPACES, hash=HASHES)
 _MOVES = Columns(
     pb.Moves,
     Move,
@@ -57,7 +55,7 @@ _ORDER = OneOf(
         pb.EvictOrder,
         EvictOrder,
         number=_NUMBER,
-        blocks=Rows(_BLOCKS, limits.EVICTIONS_PER_ORDER, "blocks in an order"),
+        blocks=Rows(NAMED_BLOCKS, limits.EVICTIONS_PER_ORDER, "blocks in an order"),
         tier=TIER,
     ),
     move=Struct(

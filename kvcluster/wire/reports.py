@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvcluster.core import limits
-from kvcluster.core.ids import NamespaceId, Tenant
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Findings,
     GoneEvent,
@@ -75,6 +75,9 @@ _PAGES: Columns[PageEvent] = Columns(
 )
 _GONE: Columns[GoneEvent] = Columns(
     pb.GoneEvents, GoneEvent, namespace=NAMESPACES, key=KEYS, corrupt=NUMBERS, tier=TIER.column
+)
+NAMED_BLOCKS: Columns[tuple[NamespaceId, BlockHash]] = Columns(
+    pb.NamespacedHashes, None, namespace=NAMESPACES, hash=HASHES
 )
 _STONE_NUMBERS = amounts("tombstone number")
 
@@ -274,6 +277,7 @@ REPORT = Struct(
     orders=_PROGRESS,
     samples=codec_errors(limits.SAMPLES),
     findings=Maybe(FINDINGS),
+    wanted_on_device=Rows(NAMED_BLOCKS, limits.WANTED_ON_DEVICE, "blocks for a device"),
 )
 INVENTORY = Struct(
     pb.InventoryRequest,

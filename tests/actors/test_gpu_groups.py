@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import kvcluster
+from kvcluster import Dense
 from kvcluster.actors import background, ray_node
 from kvcluster.config import load
 from kvcluster.errors import ConfigError
 from tests.actors.processes import session, title
+from tests.actors.test_shared_pool import engine
 from tests.ports import free_port
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
 from tests.waiting import eventually
@@ -53,7 +55,7 @@ def test_shards_on_half_a_gpu_each_beside_one_without_and_one_that_is_killed() -
     )
     running = background.up(config).running
     try:
-        with kvcluster.connect(running.address, SPEC) as client:
+        with engine() as reader, kvcluster.connect(running.address, SPEC) as client:
             shards = {shard["shard"]: shard for shard in client.status()["shards"]}
             assert {name: [tier["tier"] for tier in shard["above"]] for name, shard in shards.items()} == {
                 "cpu-0": [],
@@ -64,12 +66,12 @@ def test_shards_on_half_a_gpu_each_beside_one_without_and_one_that_is_killed() -
             for number in range(8):
                 client.store(prompt(number), kv(number))
             assert client.flush()
-            out = torch.zeros_like(kv(0))
+            tensor = reader.tensor(*kv(0).shape)
 
             def promoted() -> int:
                 for number in range(8):
-                    blocks = client.load(prompt(number), out) // SPEC.block_tokens
-                    assert torch.equal(out[:blocks], kv(number)[:blocks])
+                    blocks = client.load(prompt(number), Dense(tensor)) // SPEC.block_tokens
+                    assert torch.equal(reader.read(tensor)[:blocks], kv(number)[:blocks])
                 return sum(tier["pages"] for shard in client.status()["shards"] for tier in shard["above"])
 
             eventually(promoted)

@@ -135,10 +135,15 @@ class Voice:
         assert not self.inventory(*pages).inventory
 
     def report(
-        self, *events: StreamEvent, pressure: int = 0, presses: Tenant = OURS, first: int | None = None
+        self,
+        *events: StreamEvent,
+        pressure: int = 0,
+        presses: Tenant = OURS,
+        first: int | None = None,
+        wanted: Sequence[BlockHash] = (),
     ) -> Heard:
         """The next events; given `first`, the number of the first of them. Reservations of the tenant `presses` lack so
-        many bytes."""
+        many bytes. Readers on the shard's device have read the blocks `wanted` in RAM."""
         report = Report(
             self.info,
             self.coordinator,
@@ -147,6 +152,7 @@ class Voice:
             pressure=((presses, pressure),) if pressure else (),
             orders=self.orders,
             findings=self.findings,
+            wanted_on_device=tuple((self._to.space, block) for block in wanted),
         )
         ack = self._to.ask(ReportAck, build_request(report, CLUSTER))
         self.told = max(self.told, ack.acked)

@@ -275,10 +275,11 @@ class LoneShard(CoreStepper):
         tenant: Tenant = OURS,
         epoch: int | None = None,
         accept: Loss = Loss.EXACT,
+        on_device: bool = False,
     ) -> Reply:
         keys = tuple(key(block) for block in blocks)
         at = self.epoch if epoch is None else Epoch(epoch)
-        return self.ask_now(build_request(Pin(of, at, keys, accept), tenant, self.space))
+        return self.ask_now(build_request(Pin(of, at, keys, accept, on_device), tenant, self.space))
 
     def pinning(self, of: Attempt, *blocks: BlockHash, accept: Loss = Loss.EXACT) -> CallId:
         """Asks for a pin that is answered when its pages have been read from a store."""

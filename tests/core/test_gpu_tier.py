@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import Move, Staged, StreamEvent, Tier, TierUse, Written
+from kvcluster.core.messages import Move, Report, Staged, StreamEvent, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.shard.save_list import SaveList
@@ -42,6 +43,16 @@ def lowered(shard: LoneShard, *blocks: BlockHash, to: Tier = Tier.HOST) -> LoneS
     shard.move_all()
     shard.settle()
     return shard
+
+
+def wanted(shard: LoneShard) -> list[BlockHash]:
+    """What its next report says that readers want on the GPU."""
+    shard.later(SECOND)
+    assert isinstance(shard.sent, Report)
+    blocks = shard.sent.wanted_on_device
+    shard.settle()
+    assert {space for space, _ in blocks} <= {shard.space}
+    return [block for _, block in blocks]
 
 
 # ------------------------------------------------------------------------------------------- a shard by itself
@@ -155,21 +166,48 @@ def coordinator_with(
     return serving(*told, capacity_pages=capacity_pages, host=host)
 
 
-def test_hot_blocks_are_promoted_to_the_gpu_from_ram() -> None:
+def test_what_readers_on_the_device_read_in_ram_is_promoted_to_the_gpu() -> None:
+    shard = with_gpu(A, B, C)
+    pinned(shard.pin(attempt(2), A, B, on_device=True))
+    pinned(shard.pin(attempt(3), A, C))
+    assert wanted(shard) == [A, B]
+    assert not wanted(shard), "once"
+    coordinator, voice = coordinator_with(*above(A, B))
+    ack = voice.report(wanted=[A, B, C])
+    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.GPU, up=True) for block in (A, B)), "C is not known"
+
+
+def test_what_they_read_on_the_gpu_is_not_wanted_there() -> None:
+    shard = promoted(A)
+    pinned(shard.pin(attempt(2), A, on_device=True))
+    assert not wanted(shard)
+
+
+def test_loads_by_others_promote_nothing_to_the_gpu() -> None:
     coordinator, voice = coordinator_with(*above(A, B))
     heat(coordinator, A, B)
-    assert moves(voice.report()) == tuple(Move(coordinator.space, block, Tier.GPU, up=True) for block in (A, B))
+    assert voice.report().move is None
+
+
+def test_a_shard_without_a_gpu_promotes_nothing_that_is_wanted_there() -> None:
+    _, voice = serving(*above(A), *encoded(B), host=below())
+    assert voice.report(wanted=[A, B]).move is None
+
+
+def test_a_bounded_number_of_blocks_is_wanted_in_one_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "WANTED_ON_DEVICE", 2)
+    shard = with_gpu(A, B, C)
+    pinned(shard.pin(attempt(2), A, B, C, on_device=True))
+    assert len(wanted(shard)) == 2
 
 
 def test_what_is_hot_below_comes_up_where_all_read_it_in_place_and_then_to_the_gpu() -> None:
-    coordinator, voice = serving(*encoded(A, B), host=gpu() + below(), hot_window_ms=1_000)
+    coordinator, voice = serving(*encoded(A, B), host=gpu() + below())
     heat(coordinator, A, B)
     ack = voice.report()
     assert moves(ack) == tuple(Move(coordinator.space, block, Tier.RAM, up=True) for block in (A, B))
     assert carry_out(voice, ack, *decoded(A, B)).move is None
-    beat(coordinator, voice, until=coordinator.now + SECOND)
-    heat(coordinator, A, B)
-    assert moved(voice.report(), Tier.GPU) == [A, B]
+    assert moved(voice.report(wanted=[A, B]), Tier.GPU) == [A, B]
 
 
 def test_a_promotion_to_ram_takes_nothing_off_the_gpu() -> None:
@@ -182,9 +220,8 @@ def test_a_promotion_to_ram_takes_nothing_off_the_gpu() -> None:
 
 
 def test_what_is_on_the_gpu_is_not_promoted_again() -> None:
-    coordinator, voice = coordinator_with(*above(A), *pages([A], tier=Tier.GPU, spec=CODED))
-    heat(coordinator, A)
-    assert voice.report().move is None
+    _, voice = coordinator_with(*above(A), *pages([A], tier=Tier.GPU, spec=CODED))
+    assert voice.report(wanted=[A]).move is None
 
 
 def test_who_waits_for_room_in_ram_moves_nothing_off_the_gpu() -> None:
@@ -213,10 +250,9 @@ def full_gpu(*told: StreamEvent) -> tuple[LoneCoordinator, Voice]:
 def test_what_is_hot_takes_the_place_of_what_nobody_has_used_for_a_window() -> None:
     coordinator, voice = full_gpu(*above(A, B, C), *pages([A, B], tier=Tier.GPU, spec=CODED))
     heat(coordinator, A, B, C)
-    assert voice.report().move is None, "A and B have just been used"
+    assert voice.report(wanted=[C]).move is None, "A and B have just been used"
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
-    heat(coordinator, C)
-    ack = voice.report()
+    ack = voice.report(wanted=[C])
     assert [(move.hash, move.to) for move in moves(ack)] == [(B, Tier.RAM), (C, Tier.GPU)]
     ack = carry_out(voice, ack, gone(B, tier=Tier.GPU, spec=CODED), *pages([C], tier=Tier.GPU, spec=CODED))
     assert ack.move is None
@@ -225,8 +261,7 @@ def test_what_is_hot_takes_the_place_of_what_nobody_has_used_for_a_window() -> N
 def test_what_lies_on_the_gpu_alone_gives_its_place_to_nobody() -> None:
     coordinator, voice = full_gpu(*above(C), *pages([A, B], tier=Tier.GPU, spec=CODED))
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
-    heat(coordinator, C)
-    assert voice.report().move is None
+    assert voice.report(wanted=[C]).move is None
 
 
 def test_one_large_block_takes_no_place_from_others_and_keeps_none_from_coming(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,15 +269,13 @@ def test_one_large_block_takes_no_place_from_others_and_keeps_none_from_coming(m
     coordinator, voice = full_gpu(*above(A, B, C, D), *pages([A, B], tier=Tier.GPU, spec=CODED))
     tiering = coordinator.core.tiering
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
-    heat(coordinator, C)
-    heat(coordinator, D)
     sizes = tiering._state.namespaces.bytes_on
 
     def large(record: Any, *args: Any, **kwargs: Any) -> int:
         return 30 * RAW if record.hash == C else int(sizes(record, *args, **kwargs))
 
     monkeypatch.setattr(tiering._state.namespaces, "bytes_on", large)
-    assert [(move.hash, move.to) for move in moves(voice.report())] == [(B, Tier.RAM), (D, Tier.GPU)]
+    assert [(move.hash, move.to) for move in moves(voice.report(wanted=[C, D]))] == [(B, Tier.RAM), (D, Tier.GPU)]
 
 
 def test_a_block_of_which_a_part_lies_on_the_gpu_alone_gives_its_place_to_nobody() -> None:
@@ -254,9 +287,7 @@ def test_a_block_of_which_a_part_lies_on_the_gpu_alone_gives_its_place_to_nobody
         *parts, right, *pages([B]), below=(pool, *below()), hold_ms=0, low_free=0.1, high_free=0.1, hot_window_ms=1_000
     )
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
-    for at in range(4):
-        coordinator.load(attempt(1_000 + at), [B])
-    assert voice.report().move is None
+    assert voice.report(wanted=[B]).move is None
 
 
 def test_in_a_tier_that_workers_store_into_nothing_gives_its_place() -> None:

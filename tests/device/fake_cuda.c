@@ -75,8 +75,8 @@ static int devices = 1, peers;
 void fake_devices(int number, int are_peers) { devices = number; peers = are_peers; }
 int cuDeviceGetCount(int *count) { *count = devices; return SUCCESS; }
 int cuDeviceCanAccessPeer(int *can, int device, int other) {
-    *can = peers;
-    return device == other || device >= devices || other >= devices ? 101 : SUCCESS;
+    *can = peers != 0;
+    return device == other || device >= devices || other >= devices || peers < 0 ? 101 : SUCCESS;
 }
 int cuDeviceGetName(char *name, int room, int device) { strncpy(name, "Paper H100", (size_t)room); return device ? 101 : SUCCESS; }
 int cuDeviceTotalMem_v2(size_t *nbytes, int device) { *nbytes = 80ull << 30; return device ? 101 : SUCCESS; }

@@ -115,7 +115,7 @@ class Case:
         self.layer_bytes = layer_bytes(self.codec, self.group, **shape)
         self.pages = [self._page() for _ in range(self.blocks)]
         self.batch = self._batch(direction)
-        largest = max(self.batch.records.counts) * self.raw_bytes
+        largest = max(self.batch.records.counts) * max(self.raw_bytes, self.layer_bytes)  # small heads grow
         geometry = self.memory.geometry
         least = largest + columns_bytes(geometry) + record_bytes(geometry) + 3 * ALIGNED + self.table_bytes
         self.staging = DeviceStaging(

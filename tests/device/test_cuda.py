@@ -146,10 +146,11 @@ def test_without_a_library_or_a_device_it_says_so() -> None:
         CudaDevice(CudaDriver(library()), 1, current=int, kernels={})
 
 
-@pytest.mark.parametrize(("devices", "are_peers", "others"), [(1, 0, 0), (3, 0, 0), (3, 1, 2)])
+@pytest.mark.parametrize(("devices", "are_peers", "others"), [(1, 0, 0), (3, 0, 0), (3, 1, 2), (3, -1, 0)])
 def test_a_card_reads_its_own_memory_and_that_of_its_peers(
     card: FakeCard, devices: int, are_peers: int, others: int
 ) -> None:
+    """Below 0 the driver fails to say whether they are."""
     card.library.fake_devices(devices, are_peers)
     try:
         driver = CudaDriver(library())

@@ -31,6 +31,7 @@ from kvcluster.transport.sessions import ReadSession
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import FrameKind
 from tests.device.tensors import Engine
+from tests.runtime.device_readers import read_on_device
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt, tiers_of
 from tests.transport import shm_served
 from tests.waiting import eventually
@@ -114,6 +115,7 @@ def promoted(cluster: MemoryCluster, here: Here, number: int) -> None:
     here.store(number)
     for _ in range(500):
         here.load(number)
+        read_on_device(cluster, ONE)
         pages = [page for host in cluster.shards.values() for page in list(host.core.pool.ready())]
         if sum(page.tier is Tier.GPU for page in pages) == BLOCKS:
             return

@@ -23,6 +23,7 @@ from kvcluster.runtime import device_pool
 from kvcluster.runtime.device_pool import DevicePool, open_device_pool
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
+from tests.runtime.device_readers import read_on_device
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, loaded_or_missed, prompt, tiers_of
 
 EACH = BLOCKS * SPEC.block_bytes
@@ -59,6 +60,7 @@ def until(there: MemoryCluster, tier: Tier, load: list[int], client: Client) -> 
     out = torch.zeros_like(kv(0))
     for _ in range(2_000):
         client.load(load, out)
+        read_on_device(there)
         if tier in tiers_of(there):
             return
     raise AssertionError(f"nothing comes into {tier.name}")
@@ -102,7 +104,13 @@ def slot_at(offset: int, nbytes: int) -> PageSlot:
 def test_what_was_stored_is_loaded_from_every_tier_or_missed_and_never_other_bytes(tmp_path: Path) -> None:
     draw = random.Random(11)
     with cluster(tmp_path, shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (there, _):
-        loaded, seen = loaded_or_missed(there, (draw.choice((0, 1, draw.randrange(12))) for _ in range(400)))
+
+        def numbers() -> Iterator[int]:
+            for _ in range(400):
+                read_on_device(there)
+                yield draw.choice((0, 1, draw.randrange(12)))
+
+        loaded, seen = loaded_or_missed(there, numbers())
     assert loaded > BLOCKS and seen == set(Tier), (loaded, seen)
 
 
@@ -126,11 +134,12 @@ def test_what_is_left_on_a_gpu_alone_is_read_through_the_host_tier() -> None:
         assert dict(host.core.info().counters)["staged"]
 
 
-def loads_until(done: Callable[[], object], client: Client) -> None:
+def loads_until(done: Callable[[], object], there: MemoryCluster, client: Client) -> None:
     """Stores and loads prompts, which the shard then promotes, until something has come."""
     for turn in range(500):
         client.store(prompt(10 + turn % 5), kv(10 + turn % 5))
         client.load(prompt(10 + turn % 5), torch.zeros_like(kv(0)))
+        read_on_device(there)
         if done():
             return
     raise AssertionError("it did not come")
@@ -141,7 +150,7 @@ def test_a_gpu_that_fails_is_lost_with_its_pages_and_nothing_else_is(twins: list
         client.store(prompt(1), kv(1))
         until(there, Tier.GPU, prompt(1), client)
         twins[0].fail()
-        loads_until(lambda: client.status()["shards"][0]["trouble"], client)
+        loads_until(lambda: client.status()["shards"][0]["trouble"], there, client)
         (shard,) = client.status()["shards"]
         assert shard["above"] == [] and "goes on without its GPU tier: twin-0 has failed" in shard["trouble"]
         assert Tier.GPU not in tiers_of(there)

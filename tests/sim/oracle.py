@@ -109,17 +109,13 @@ class Oracle:
             judge(shard, message, effects)
         shard.heard.stepped(shard.core, effects)
         for effect in effects:
-            if isinstance(effect, Answer):
-                reply = effect.reply
-                if isinstance(reply, WriteGrant):
-                    slots = [page for page in reply.pages if isinstance(page, PageSlot)]
-                    if slots:
-                        require(not shard.core.state.stopping, "a shard that stops accepts a store")
-                        self._may_grant(shard, now)
-                        self._check_not_in_use(shard, slots)
-                        self._gave_way(shard)
-                elif isinstance(reply, PinGrant):
-                    self._granted_pins(shard, message, effect.call, reply, now)
+            if isinstance(effect, Answer) and isinstance(effect.reply, PinGrant):
+                self._granted_pins(shard, message, effect.call, effect.reply, now)
+            elif slots := _granted_to_store(effect):
+                require(not shard.core.state.stopping, "a shard that stops accepts a store")
+                self._may_grant(shard, now)
+                self._check_not_in_use(shard, slots)
+                self._gave_way(shard)
 
     def _granted_pins(self, shard: ShardProcess, message: object, call: CallId, grant: PinGrant, now: int) -> None:
         slots = [page for page in grant.pages if isinstance(page, PageSlot)]
@@ -257,13 +253,7 @@ class Oracle:
         grant."""
         gone = {place: shard.ready[place][0] for place in self._vanished(shard)}
         rotten = {place[:2] for place, slot in gone.items() if shard.storage.is_rotten(slot)}
-        granted = {
-            page.key
-            for effect in effects
-            if isinstance(effect, Answer) and isinstance(effect.reply, WriteGrant)
-            for page in effect.reply.pages
-            if isinstance(page, PageSlot)
-        }
+        granted = {slot.key for effect in effects for slot in _granted_to_store(effect)}
         for place in gone:
             if place[:2] in rotten:
                 del shard.ready[place]
@@ -362,3 +352,10 @@ def _units(slots: Iterable[PageSlot]) -> dict[tuple[Tier, int], None]:
 
 def _refused(effects: list[Effect]) -> bool:
     return any(isinstance(effect, Answer) and isinstance(effect.reply, Refused) for effect in effects)
+
+
+def _granted_to_store(effect: Effect) -> list[PageSlot]:
+    """Returns the places that an effect gives to a writer."""
+    if not (isinstance(effect, Answer) and isinstance(effect.reply, WriteGrant)):
+        return []
+    return [page for page in effect.reply.pages if isinstance(page, PageSlot)]

@@ -1,6 +1,6 @@
 """The demo's fifth act: a shard with a pool in the memory of a GPU, and an engine whose KV lies on the same GPU.
 
-What is loaded often comes up into the pool, and the engine then reads it there: the GPU copies and verifies, and no
+What the engine loads is promoted to the pool, and the engine then reads it there: the GPU copies and verifies, and no
 byte passes through memory of the CPU. Without a GPU both sides have a twin of one, and the act says so.
 """
 
@@ -32,7 +32,7 @@ def conduct(replica: ChildProcess, screen: Screen, signals: Signals) -> Figures:
     """Runs the act with a replica, on a separate cluster of one shard."""
     has_gpu = replica.ask("has_gpu")["has_gpu"]
     shard = {"gpu_bytes": _POOL_BYTES, "gpu_device": "cuda" if has_gpu else TWIN, "report_interval_ms": 50}
-    config = {"shard": shard, "coordinator": {"hold_ms": 0, "promote_loads": 2}}
+    config = {"shard": shard, "coordinator": {"hold_ms": 0}}
     with ExitStack() as house:
         with screen.step("a shard with a pool on a GPU"), signals.put_off():
             cluster = house.enter_context(kvcluster.local(ram_bytes=_POOL_BYTES, host_bytes=_POOL_BYTES, config=config))

@@ -83,6 +83,7 @@ class ReportHandler:
             self._apply(event, member, now)
         self._state.probes.take(member.info.shard, m.findings)
         effects = self._tiering.sampled(m.samples)
+        self._tiering.wanted_on_device(member, m.wanted_on_device)
         for order in member.orders.heard(m.orders):
             self._settle[type(order)](member, order)
             if isinstance(order, EvictOrder):

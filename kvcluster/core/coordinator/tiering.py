@@ -5,9 +5,9 @@ the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor
 demoted too, if there is room below: they are never evicted. Where one of them stays although there seemed to be room,
 none that needs as much is ordered there until that room changes. The first blocks of a sequence, which every later
 token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are often loaded from
-below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make room for them in a
-tier that workers store into; once they are there, the watermark demotes the coldest blocks. In one that is filled by
-promotion alone they take the place of what is no longer used: else it would keep for ever what came first.
+below INGEST are promoted there as far as there is room above the watermark. Nothing is demoted in advance to make room
+for them; once they are there, the watermark demotes the coldest blocks. What readers on the device of a shard's pool
+have read in INGEST is promoted to the pool, where it takes the place of what no load was promised for a window.
 
 A shard has one order at a time; the next is computed when the shard has carried it out.
 
@@ -62,7 +62,7 @@ class _Futile(NamedTuple):
 
 
 class Tiering:
-    """Gives the move orders, and tracks which blocks in lower tiers are hot."""
+    """Gives the move orders, and tracks which blocks are to be promoted."""
 
     def __init__(self, config: CoordinatorConfig, state: CoordinatorState, evictor: Evictor) -> None:
         self._low = config.low_free
@@ -89,13 +89,21 @@ class Tiering:
                     self._heat(record)
 
     def _heat(self, record: BlockRecord) -> None:
-        """Remembers a hot block for each shard that has it, but not in its fastest tier."""
+        """Remembers a hot block for each shard that has it below INGEST alone."""
         for slot in record.copies.slots:
-            member = self._state.members.at(slot)
-            if member is not None and not record.copies.on(slot, member.info.fastest):
-                hot = self._hot.setdefault(slot, {})
-                if len(hot) < limits.PROMOTIONS:
-                    hot[record.space, record.hash] = None
+            if self._state.members.at(slot) is not None and min(c.tier for c in record.copies.of(slot)) > INGEST:
+                self._remember(slot, record.space, record.hash)
+
+    def wanted_on_device(self, member: Member, blocks: Sequence[tuple[NamespaceId, BlockHash]]) -> None:
+        """Remembers blocks that readers on the device of this shard's pool have read in INGEST."""
+        if member.info.fastest.spec.on_device:
+            for space, block in blocks:
+                self._remember(member.slot, space, block)
+
+    def _remember(self, slot: int, space: NamespaceId, block: BlockHash) -> None:
+        hot = self._hot.setdefault(slot, {})
+        if len(hot) < limits.PROMOTIONS:
+            hot[space, block] = None
 
     def sampled(self, samples: Sequence[tuple[NamespaceId, int]]) -> list[Effect]:
         """Takes samples of what pages of these namespaces lose by q4, in millionths. Returns a warning for each

@@ -166,7 +166,8 @@ class Report:
     the numbers of events and of orders belong to it. `pressure` is the bytes that each tenant's waiting
     reservations lack.
     `orders` says how far the shard is with its orders. `samples`: the loss of sampled pages of a namespace by q4, in
-    millionths (Moved). `findings`: of the last probe, until an answer orders that one no more.
+    millionths (Moved). `findings`: of the last probe, until an answer orders that one no more. `wanted_on_device`:
+    blocks that readers which read the shard's pool on a device in place have read in INGEST, since it is not there.
     """
 
     info: ShardInfo
@@ -178,6 +179,7 @@ class Report:
     orders: OrderProgress = NO_ORDERS
     samples: tuple[tuple[NamespaceId, int], ...] = ()
     findings: Findings | None = None
+    wanted_on_device: tuple[tuple[NamespaceId, BlockHash], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, NamespaceId, Tenant
 from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard.leases import Lease, LeaseKind
@@ -28,7 +28,7 @@ from kvcluster.core.shard.page_moves import page_move
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
 from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.core.shares import Shares
-from kvcluster.core.tiers import STAGING, Tier
+from kvcluster.core.tiers import INGEST, STAGING, Tier
 
 ROOM_NS = 500_000_000
 """How long a reader waits for room: several times a report, its answer and a batch of moves."""
@@ -63,11 +63,18 @@ class PinHandler:
         self._shares = Shares(limits.PINS_FROM_DISK)  # of those
         self._changes = -1  # pool.changes when all of them were last looked at
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
+        self._wanted: dict[tuple[NamespaceId, BlockHash], None] = {}
 
     @property
     def attempts(self) -> list[Attempt]:
         """The shard's own attempts under which pages are being read from a store."""
         return list(self._staging)
+
+    def wanted_on_device(self) -> tuple[tuple[NamespaceId, BlockHash], ...]:
+        """Returns the blocks that readers on the device of the shard's pool have read in INGEST since the last call.
+        Losing a report of them does no harm."""
+        wanted, self._wanted = tuple(self._wanted), {}
+        return wanted
 
     @property
     def waiting(self) -> int:
@@ -230,8 +237,7 @@ class PinHandler:
         held = [page for page in pages if page is not None]
         self._state.pool.pin(held)
         if request.question.on_device:
-            near = sum(page.tier.spec.on_device for page in held)
-            self._state.counters["read_on_device"] += near
+            self._read_on_device(held)
         if request.tenant != CLUSTER:
             self._state.pool.use(held)
         lease = self._state.leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
@@ -241,6 +247,14 @@ class PinHandler:
         self._state.leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
         self._staging[attempt] = _Staging(request, lease, told, copies)
         return [_stage(attempt, space, lease, copies)]
+
+    def _read_on_device(self, pages: Sequence[Page]) -> None:
+        """Counts pages that a reader on a device reads there, and remembers the blocks that it reads in INGEST."""
+        for page in pages:
+            if page.tier.spec.on_device:
+                self._state.counters["read_on_device"] += 1
+            elif page.tier is INGEST and len(self._wanted) < limits.WANTED_ON_DEVICE:
+                self._wanted[page.space, page.key.hash] = None
 
     def _replace(self, staging: _Staging, index: int, copy: Page | None) -> Page:
         """Replaces the page by its copy in the lease and in the answer; by a miss if the page is corrupt (`copy` is

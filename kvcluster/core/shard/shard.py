@@ -255,7 +255,7 @@ class Shard:
         pressure = self.state.queue.pressure
         self._pressed = bool(pressure)
         orders, samples = self.order_progress, self._tier_mover.samples()
-        news = (specs, pressure, orders, samples, self._probe.findings)
+        news = (specs, pressure, orders, samples, self._probe.findings, self._pins.wanted_on_device())
         return Report(info, coordinator, piece.first, piece.events, *news)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:

@@ -753,7 +753,7 @@ class Pressure(_message.Message):
     def __init__(self, tenant: _Optional[_Iterable[str]] = ..., nbytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure", "orders", "samples", "findings")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure", "orders", "samples", "findings", "wanted_on_device")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -763,6 +763,7 @@ class ReportRequest(_message.Message):
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
@@ -772,7 +773,8 @@ class ReportRequest(_message.Message):
     orders: OrderProgress
     samples: CodecErrors
     findings: Findings
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure: _Optional[_Union[Pressure, _Mapping]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ..., findings: _Optional[_Union[Findings, _Mapping]] = ...) -> None: ...
+    wanted_on_device: NamespacedHashes
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure: _Optional[_Union[Pressure, _Mapping]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ..., findings: _Optional[_Union[Findings, _Mapping]] = ..., wanted_on_device: _Optional[_Union[NamespacedHashes, _Mapping]] = ...) -> None: ...
 
 class OrderProgress(_message.Message):
     __slots__ = ("accepted", "running")
