@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.command_parser import positive
 
 
 def _lookup(option: Callable[..., object]) -> None:

@@ -27,14 +27,21 @@ from benchmarks.rounds import paired
 from benchmarks.specs import BY_PAGE_BYTES, page_shape
 from benchmarks.transfer.end_to_end import fill, paged
 from benchmarks.transfer.layout import LAYOUTS, EngineMemory
-from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import HostMemory, MappedMemory
+from kvcluster.copies.batch import (
+    CopyBatch,
+    CopyDirection,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    HostMemory,
+    MappedMemory,
+)
 from kvcluster.copies.native import NativeCopies
 from kvcluster.core.codecs import Codec
 from kvcluster.memory import checksum, native
 from kvcluster.memory.region import HostRegion, RegionKind, address_of
 from kvcluster.transfers.memory import bind
-from kvcluster.transport.record_order import runs_of
+from kvcluster.transport.worker_exchange import runs_of
 
 MOVED_BYTES = 128 * 2**20
 NEVER = 2**62

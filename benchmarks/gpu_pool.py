@@ -23,8 +23,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS
 from kvcluster.replay.replayed_cluster import TENANT, TraceCluster
-from kvcluster.replay.request_trace import Trace, read
-from kvcluster.replay.trace_replay import SPEC
+from kvcluster.replay.trace_replay import SPEC, Trace, read
 
 POOL_SHARE = 0.25
 """What the pool takes of the memory of the GPUs."""

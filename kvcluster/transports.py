@@ -34,7 +34,7 @@ class TransportSpec:
 SPECS = (
     TransportSpec(
         "shm",
-        "kvcluster.transport.shm_path",
+        "kvcluster.transport.shm_pages",
         "it is for workers on the shard's own host, where all tokens are of one tenant and server.transports names it; "
         "the shard's log says if it could not be served",
         "run the worker as the user of the shard, and in its network namespace (in Kubernetes: the same pod, or "

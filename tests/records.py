@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.copies.batch import CopyRecords
-from kvcluster.copies.endpoints import HostMemory
+from kvcluster.copies.batch import CopyRecords, HostMemory
 from kvcluster.memory.codec import RAW
 from kvcluster.memory.region import address_of
 from kvcluster.transport.base import PageSink, PageSource, Payload, read_whole

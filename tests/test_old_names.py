@@ -10,7 +10,7 @@ import pytest
 import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.config import load
-from kvcluster.config.old_names import renamed
+from kvcluster.config.loading import renamed
 from kvcluster.errors import ConfigError
 from kvcluster.testing import MemoryCluster
 from tests.actors.worker import SPEC

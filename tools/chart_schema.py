@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from kvcluster.config import CODECS, LOG_FORMATS, LOSSES, TRANSPORTS, Config, ShardConfig, old_names
+from kvcluster.config import CODECS, LOG_FORMATS, LOSSES, TRANSPORTS, Config, ShardConfig, loading
 from kvcluster.config.sections import OF
 from kvcluster.eviction import POLICIES
 
@@ -139,7 +139,7 @@ def schema(values: Mapping[str, Any]) -> Schema:
 def settings(kind: type[Any], prefix: str = "") -> Schema:
     """Returns the schema of a section of the configuration."""
     named = {each.name: _setting(each, prefix) for each in fields(kind)}
-    return _closed(named | {old: named[new] for old, new in old_names.SETTINGS.items() if new in named})
+    return _closed(named | {old: named[new] for old, new in loading.SETTINGS.items() if new in named})
 
 
 def text(values: Path = CHART / "values.yaml") -> str:

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.codec.coded import round_trip
-from kvcluster.cli.demo_model import document, encode, llama
+from kvcluster.cli.demo.engine import document, encode, llama
 from kvcluster.core.codecs import Codec
 from kvcluster.engines.transformers.compat import layers, planes, text_config
 from kvcluster.engines.transformers.spec import groups

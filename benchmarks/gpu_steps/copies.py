@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu_steps.driver import Driver, DriverError
 from benchmarks.gpu_steps.rows import device_seconds, host_seconds, row
 from kvcluster.memory.arena import Arena
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 
 WHOLE = 256 * 2**20
 SIZES = [64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20, 64 << 20]

@@ -12,7 +12,7 @@ from benchmarks.gpu_steps.copies import READ_ONLY
 from benchmarks.gpu_steps.driver import Driver, DriverError
 from benchmarks.gpu_steps.rows import row
 from kvcluster.memory.arena import Arena
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 
 GIB = 2**30
 

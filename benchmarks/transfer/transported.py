@@ -24,8 +24,7 @@ from kvcluster.memory.region import HostRegion, address_of
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.tier_store import RegionStore
-from kvcluster.testing.cluster import MemoryCluster
-from kvcluster.testing.records import RecordSource
+from kvcluster.testing.cluster import MemoryCluster, RecordSource
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import DataPath, Deadline, run_to_completion
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers

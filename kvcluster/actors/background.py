@@ -39,7 +39,7 @@ from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime import kept_logs
-from kvcluster.runtime.user_folder import user_folder
+from kvcluster.runtime.private_files import user_folder
 
 _PLENTY = 1_000
 """More shards than any machine takes."""

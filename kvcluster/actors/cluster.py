@@ -21,7 +21,7 @@ from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
-from kvcluster.transport.listening import bound_socket
+from kvcluster.transport.listener import bound_socket
 
 _TRIES = 100
 """How often free ports are chosen that may turn out to be a shard's."""

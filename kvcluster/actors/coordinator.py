@@ -15,10 +15,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvcluster.actors.addresses import announced_host
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
-from kvcluster.actors.settings import announce_reports, next_epoch, read_settings
+from kvcluster.actors.settings import announce_reports, announced_host, next_epoch, read_settings
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core import limits

@@ -20,13 +20,13 @@ from kvcluster.actors.import_paths import OwnPaths
 from kvcluster.actors.lean_ray import lean_ray
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
 from kvcluster.actors.own_ray import own_ray
-from kvcluster.actors.ray_logs import with_errors
 from kvcluster.actors.ray_node import check_shown, session_logs
+from kvcluster.actors.ray_view import with_errors
 from kvcluster.actors.stopping import save_shards
 from kvcluster.config import Config
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime import kept_logs
-from kvcluster.runtime.private_folder import private_folder
+from kvcluster.runtime.private_files import private_folder
 
 _PREFIX = "kvcluster-local-"
 _SOCKET_PATH_BYTES = 107

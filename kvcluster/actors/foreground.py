@@ -16,18 +16,17 @@ from typing import NamedTuple
 
 from kvcluster.actors import background, cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
-from kvcluster.actors.gcs import answers, asks_for_a_token
 from kvcluster.actors.node_memory import bytes_for_pools
-from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
+from kvcluster.actors.own_ray import answers, asks_for_a_token, own_ray, ray_of_nodes, redis_password
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, running_node
-from kvcluster.actors.ray_watch import ends_with_ray
+from kvcluster.actors.ray_view import ends_with_ray
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, differences
 from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
-from kvcluster.runtime.token_file import read_token_file
-from kvcluster.transport.listening import bound_socket
+from kvcluster.runtime.auth import read_token_file
+from kvcluster.transport.listener import bound_socket
 
 Say = Callable[[str], object]
 """Prints a line for the operator."""

@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvcluster.actors.foreground import Say, stopped_by_signals
-from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
-from kvcluster.actors.own_ray import ray_of_nodes
+from kvcluster.actors.own_ray import NodeNotes, check_head, ray_of_nodes
 from kvcluster.actors.ray_node import RayNode, fixed_ports, running_node, session_of
 from kvcluster.actors.stopping import is_shard, longest_save_ms
 from kvcluster.config import Config, as_values, size_text
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
-from kvcluster.runtime.secret_file import RAY, derived_key
+from kvcluster.runtime.private_files import RAY, derived_key
 
 _FIRST_S, _LONGEST_S = 1.0, 15.0
 _LOOK_S = 0.5

@@ -22,8 +22,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvcluster.actors.ray_logs import errors_in_logs
 from kvcluster.actors.ray_private import Node, RayParams
+from kvcluster.actors.ray_view import errors_in_logs
 
 _Method: TypeAlias = Callable[..., None]
 

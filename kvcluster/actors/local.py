@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
-from kvcluster.config import Config, load, old_names
+from kvcluster.config import Config, load, loading
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ConfigError
@@ -142,10 +142,10 @@ def local(
     _check_types(ray, disk_dir, config)
     # One Ray can hold many. One with a disk tier has the same name again, by which it knows its volumes.
     mark = sha256(os.fsencode(Path(disk_dir).absolute())).hexdigest()[:8] if disk_dir else secrets.token_hex(4)
-    below = {"name": f"local-{mark}", **old_names.renamed(config or {})}
+    below = {"name": f"local-{mark}", **loading.renamed(config or {})}
     below["shards"] = shards
     tiers = {
-        "ram_bytes": old_names.ram_bytes(ram_bytes, device_bytes),
+        "ram_bytes": loading.ram_bytes(ram_bytes, device_bytes),
         "host_bytes": host_bytes,
         "disk_bytes": disk_bytes,
     }

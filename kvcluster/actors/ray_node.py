@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
-from kvcluster.actors.ray_logs import with_errors
+from kvcluster.actors.ray_view import with_errors
 from kvcluster.actors.stopping import end_shards
 from kvcluster.child_python import absolute_python_path, module_command
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime import kept_logs
-from kvcluster.runtime.private_folder import private_folder
-from kvcluster.transport.listening import bound_socket
+from kvcluster.runtime.private_files import private_folder
+from kvcluster.transport.listener import bound_socket
 
 _PARENT = Path("/tmp")  # Linux takes paths of sockets up to 107 bytes
 _PREFIX = "kvcluster-node-"

@@ -1,8 +1,24 @@
-"""What Ray knows of a cluster: its nodes with what is free on them, and the actors of a namespace."""
+"""What Ray knows of a cluster: its nodes with what is free on them, and the actors of a namespace.
+
+Ends a process whose Ray has ended, though its main thread may be in a call of Ray.
+
+Such a call does not return once the store of Ray's head is gone, takes no signal, and keeps a core busy. So a thread
+watches, gives the main thread a while to notice by itself, and then ends the process. Who has started it (systemd, a
+container) starts it again.
+
+Why a Ray did not start: what its processes wrote into their logs before they ended.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -15,6 +31,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import ShardId
 from kvcluster.core.shard_scheduler import Node
 from kvcluster.runtime.volume import volumes_in
+from kvcluster.transport.thread_start import start_thread
 
 HEAD_RESOURCE = "node:__internal_head__"
 """A resource of Ray's own, of which the node of its head offers one and no other node any."""
@@ -108,3 +125,83 @@ def _volumes_on(node: str, cluster: str, disks: Collection[tuple[str, str]]) -> 
 
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(found).options(num_cpus=0, scheduling_strategy=where, max_retries=0).remote()
+
+
+_LOOK_S = 1.0
+
+
+@contextlib.contextmanager
+def ends_with_ray(
+    runs: Callable[[], bool], end: Callable[[], object], why: str, *, patience_s: float = 10.0
+) -> Iterator[None]:
+    """Within the block, if Ray does not run for `patience_s` at a stretch, `runs` returning False: prints `why`, calls
+    `end`, and ends the process with status 1. Raises KVClusterError if there is no room for a thread."""
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_watch, args=(runs, end, why, patience_s, over), name="kvcluster-ray-watch", daemon=True
+    )
+    start_thread(thread)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+class Absence:
+    """How long Ray has been away, as of looks at it. `patience_s`: how long it may be."""
+
+    def __init__(self, patience_s: float, now_s: float) -> None:
+        self._patience_s = patience_s
+        self._ran_s = now_s
+
+    def too_long(self, *, runs: bool, now_s: float) -> bool:
+        """Takes what a look has found. Returns whether Ray has been away for longer than it may."""
+        if runs:
+            self._ran_s = now_s
+        return now_s - self._ran_s > self._patience_s
+
+
+def _watch(
+    runs: Callable[[], bool], end: Callable[[], object], why: str, patience_s: float, over: threading.Event
+) -> None:
+    absence = Absence(patience_s, time.monotonic())
+    while not over.wait(_LOOK_S):
+        if absence.too_long(runs=runs(), now_s=time.monotonic()):
+            sys.stderr.write(f"kvcluster: {why}\n")
+            sys.stderr.flush()
+            end()
+            os._exit(1)
+
+
+_NATIVE = re.compile(r"\[[^\]]+ [ECF] \d+ \d+\] \([\w-]+\) (?P<text>.*)")
+"""An error of the processes in C++: `[date time,ms E pid tid] (raylet) file.cc:1: ...`; or C for what ended it, F."""
+_PYTHON = re.compile(r"(?P<text>[\w.]+(?:Error|Exception): .*)")
+"""The last line of a traceback of a process in Python."""
+_LINES, _LINE_CHARS, _FILE_BYTES = 6, 300, 1 << 20
+
+
+def errors_in_logs(folder: Path) -> str:
+    """Returns the last errors that the processes of the Ray with this folder have logged, one a line with the name of
+    the log, each once; "" if there are none. The folder is `temp_dir` of Ray."""
+    found: dict[str, str] = {}  # by text: a process writes an error into two of its logs
+    for path in sorted((folder / "session_latest" / "logs").glob("*.*")):
+        for text in _errors(path):
+            found.setdefault(text, path.stem)
+    return "\n".join(f"{log}: {text}" for text, log in list(found.items())[-_LINES:])
+
+
+def with_errors(problem: str, folder: Path) -> str:
+    """Returns the description of a problem, followed by the errors in the logs of the Ray with this folder, if any."""
+    errors = errors_in_logs(folder)
+    return f"{problem}; in its logs:\n{errors}" if errors else problem
+
+
+def _errors(path: Path) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            lines = file.read(_FILE_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:  # a link to a log that is gone
+        return
+    for line in lines:
+        if match := _NATIVE.match(line) or _PYTHON.match(line):
+            yield match["text"].strip()[:_LINE_CHARS]

@@ -3,19 +3,25 @@
 An actor is given the name of its cluster and reads the configuration when it starts, so that one that starts again runs
 what was published last. The store lives as long as Ray's head, and longer if that keeps its state in Redis. Secrets are
 in files; only the secret of a cluster that has no file, on a Ray of one process, is in the store.
+
+The addresses at which servers of actors are reached from other machines, for servers that listen on all of a
+machine's addresses.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import time
 
+import ray
 from ray.experimental import internal_kv as kv
 
 from kvcluster.config import Config, as_values, load
 from kvcluster.core.ids import Epoch
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.secret_file import ACTORS, derived_key
+from kvcluster.runtime.auth import is_loopback
+from kvcluster.runtime.private_files import ACTORS, derived_key
 
 SPACE = b"kvcluster"
 _CONFIG, _SECRET, _REPORTS, _HOMES = "config", "secret", "report-address", "homes"
@@ -105,3 +111,40 @@ def _put(cluster: str, key: str, value: str) -> None:
 def _get(cluster: str, key: str) -> str | None:
     value: bytes | None = kv._internal_kv_get(f"{cluster}/{key}".encode(), namespace=SPACE)
     return None if value is None else value.decode()
+
+
+_EVERYWHERE = ("0.0.0.0", "::")
+
+
+def announced_host(host: str) -> str:
+    """Returns the address at which other machines reach a server that listens at `host` on this node. Raises
+    ConfigError if that address cannot be found out."""
+    return reachable_host(host) if host in _EVERYWHERE else host
+
+
+def reachable_host(host: str) -> str:
+    """Returns where a shard listens whose coordinator listens at `host`: loopback for loopback, otherwise its own
+    node's address. Raises ConfigError if that address cannot be found out."""
+    if is_loopback(host):
+        return host
+    node: str = ray.util.get_node_ip_address()
+    if not is_loopback(node):
+        return node
+    # A Ray of our own stays on loopback and does not know this machine's address.
+    return outward_address(host)
+
+
+def outward_address(host: str) -> str:
+    """Returns the address at which other machines reach a server that listens at `host` on this one. Raises ConfigError
+    if that cannot be found out."""
+    if host not in _EVERYWHERE:
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("198.51.100.1", 9))  # sends nothing; it only selects the outgoing interface
+        except OSError:
+            raise ConfigError(
+                f"cannot find out the address at which others reach this machine; give its address instead of {host}"
+            ) from None
+        address: str = probe.getsockname()[0]
+        return address

@@ -12,11 +12,10 @@ from functools import partial
 
 import ray
 
-from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
-from kvcluster.actors.settings import next_epoch, read_settings, report_address
+from kvcluster.actors.settings import next_epoch, reachable_host, read_settings, report_address
 from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import Config, ServerConfig
 from kvcluster.config.ports import port_text, shard_metrics_ports, shard_ports
@@ -50,7 +49,7 @@ from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.here import here
-from kvcluster.transport.listening import first_free
+from kvcluster.transport.listener import first_free
 from kvcluster.transport.rpc import ClockDifference, Connection, RpcHandler
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import COORDINATOR, SHARD

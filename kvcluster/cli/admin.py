@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from kvcluster.cli.argument_types import seconds
+from kvcluster.cli.command_parser import seconds
 from kvcluster.cli.confirmation import PATIENCE_S, confirm, confirm_drain, shard_in
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.cli.drain_local import drain_local

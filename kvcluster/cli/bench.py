@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.cli import bench_trace
-from kvcluster.cli.argument_types import positive
 from kvcluster.cli.breakeven import config_of
+from kvcluster.cli.command_parser import positive
 from kvcluster.cli.coordinator_args import address_of
 from kvcluster.cli.figures import setting, show, table
 from kvcluster.cli.measured_paths import MeasuredPath, add_measuring_args, block_count, measured_paths, spec_of

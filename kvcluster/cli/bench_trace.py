@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.command_parser import positive
 from kvcluster.cli.figures import progress, setting, show, table
 from kvcluster.config import size_text
 from kvcluster.eviction import POLICIES
-from kvcluster.replay import request_trace, trace_replay
+from kvcluster.replay import trace_replay
 
 
 def add(kinds: Any) -> None:
@@ -49,7 +49,7 @@ def _share(text: str) -> float:
 
 def _run(options: argparse.Namespace) -> int:
     figures = trace_replay.measure(
-        request_trace.read(options.file, most=options.requests),
+        trace_replay.read(options.file, most=options.requests),
         capacity=options.capacity,
         host=options.host,
         shards=options.shards,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.command_parser import positive
 from kvcluster.cli.coordinator_args import address_of
 from kvcluster.cli.figures import table
 from kvcluster.cli.measured_paths import MeasuredPath, add_measuring_args, block_count, measured_paths, spec_of

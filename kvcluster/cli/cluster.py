@@ -253,7 +253,7 @@ def _up(options: argparse.Namespace) -> int:
 def _up_in_foreground(options: argparse.Namespace, config: Config) -> int:
     with needs("ray"):
         from kvcluster.actors import foreground
-        from kvcluster.actors.addresses import outward_address
+        from kvcluster.actors.settings import outward_address
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undo a partial start
     source = foreground.ConfigSource(lambda: _settings(options), options.config or "")
     if options.address:

@@ -12,8 +12,8 @@ from typing import Any
 
 from kvcluster.config import size_text
 from kvcluster.config.ports import parse_ports
-from kvcluster.core.locality import may_share_memory, name_of
 from kvcluster.core.messages import Findings, Probe, Probed, ProcessFacts
+from kvcluster.core.placement import may_share_memory, name_of
 from kvcluster.core.probes import RUN_NS, SINCE_VERSION
 from kvcluster.errors import ConfigError
 from kvcluster.transfers.coordinator_client import GrpcPort, expect

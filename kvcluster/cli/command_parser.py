@@ -2,17 +2,20 @@
 
 A command's help is what it does, what it changes, its options with units and defaults, and examples. The layout is
 ours as far as argparse's differs from one Python to the next, so that the snapshots of tests/cli hold for all of them.
+
+Types of command-line arguments, for argparse.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from kvcluster.config import old_names
+from kvcluster.config import loading
 
 _INDENT = "  "
 _INSTEAD = {
@@ -37,7 +40,7 @@ class OldOption(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        old_names.warn(str(option_string), self._now)
+        loading.warn(str(option_string), self._now)
         setattr(namespace, self.dest, values)
 
 
@@ -167,3 +170,21 @@ class _HelpLayout(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Parses a number of seconds above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+    return number

@@ -15,7 +15,7 @@ from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.foreign_server import check_is_ours
+from kvcluster.transport.listener import check_is_ours
 from kvcluster.transport.rpc import Connection, check_address
 
 DEFAULT_PORT = 7070

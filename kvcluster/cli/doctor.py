@@ -23,9 +23,8 @@ from kvcluster.cli import engine_doctor, gpu_doctor
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, check_listens, read_status
 from kvcluster.cli.doctor_view import add_diagnosis
-from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.text_page import TableColumn, TextPage, print_figures
-from kvcluster.cli.weights import alone, read_engines
+from kvcluster.cli.weights import alone, kept_apart, read_engines, read_namespaces
 from kvcluster.config import TRANSPORTS, Config, load
 from kvcluster.config.ports import port_table, port_text
 from kvcluster.core.ids import Attempt, Epoch

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from kvcluster.cli import confirmation
 from kvcluster.cli.coordinator_args import ANSWER_MS, address_of, coordinator, read_status
 from kvcluster.core.ids import ShardId
-from kvcluster.core.locality import may_share_memory
 from kvcluster.core.messages import Done, Drain
+from kvcluster.core.placement import may_share_memory
 from kvcluster.errors import Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable

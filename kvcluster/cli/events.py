@@ -13,8 +13,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.cli.argument_types import positive, seconds
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored
+from kvcluster.cli.command_parser import positive, seconds
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksStored
 from kvcluster.extras import needs
 from kvcluster.release import docs_page
 

@@ -10,15 +10,15 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
-from kvcluster.cli.namespace_diff import read_namespaces
 from kvcluster.cli.prompt_args import add_prompt_args, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
+from kvcluster.cli.weights import read_namespaces
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.config.sections import LOSSES
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.transfers.results import BlockExplanation, Lookup
+from kvcluster.transfers.transfer import BlockExplanation, Lookup
 
 R = TypeVar("R")
 

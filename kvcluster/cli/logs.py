@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.command_parser import positive
 from kvcluster.cli.coordinator_args import DEFAULT_PORT
 from kvcluster.errors import CallerError
 from kvcluster.runtime import kept_logs

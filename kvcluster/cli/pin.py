@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.argument_types import positive, seconds
+from kvcluster.cli.command_parser import positive, seconds
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
-from kvcluster.cli.namespace_diff import read_namespaces
 from kvcluster.cli.prompt_args import ID_CHARS, add_prompt_args, layout_id, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, counted, duration_text, print_figures
+from kvcluster.cli.weights import read_namespaces
 from kvcluster.client.connect import connect
 from kvcluster.client.pinning import list_pins, unpin_prefix
 from kvcluster.config import size_text
 from kvcluster.errors import CallerError, Unreachable
 from kvcluster.transfers.coordinator_client import CoordinatorClient
-from kvcluster.transfers.results import PinListing
+from kvcluster.transfers.transfer import PinListing
 from kvcluster.transport.base import Deadline
 
 _TTL_S = 86_400.0

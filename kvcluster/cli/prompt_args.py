@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.measured_model import MODEL
-from kvcluster.cli.namespace_diff import Known, field_text
+from kvcluster.cli.measured_paths import MODEL
+from kvcluster.cli.weights import Known, field_text
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import CallerError
 from kvcluster.extras import needs
-from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.long_chains import Prompt
 
 ID_CHARS = 12
 

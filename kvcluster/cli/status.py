@@ -9,12 +9,11 @@ import time
 from enum import IntEnum
 from typing import Any
 
-from kvcluster.cli.argument_types import seconds
+from kvcluster.cli.command_parser import seconds
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
-from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.status_view import add_status, degradations, serves
 from kvcluster.cli.text_page import TextPage
-from kvcluster.cli.weights import alone, engines_dict, read_engines
+from kvcluster.cli.weights import alone, engines_dict, kept_apart, read_engines, read_namespaces
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.base import Unavailable
 

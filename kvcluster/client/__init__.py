@@ -14,10 +14,18 @@ from kvcluster.sequences import (
     StepFacts,
     WindowPolicy,
 )
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
+from kvcluster.transfers.long_chains import Prompt
 from kvcluster.transfers.tickets import Ticket
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import (
+    BlockExplanation,
+    Loaded,
+    Lookup,
+    PinListing,
+    Pinned,
+    PinnedPrefix,
+    Stored,
+    Transfer,
+)
 from kvcluster.transfers.zero_copy import BorrowedBlocks
 
 __all__ = [

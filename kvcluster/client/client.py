@@ -21,7 +21,7 @@ from typing import Any
 from kvcluster.client.aio import awaitable
 from kvcluster.client.client_parts import ClientParts
 from kvcluster.client.explain import explain
-from kvcluster.client.pin_calls import PinCalls
+from kvcluster.client.pinning import PinCalls
 from kvcluster.client.status import status_dict
 from kvcluster.client.warm_up import warm_up
 from kvcluster.config import ClientConfig, client_config, size
@@ -48,16 +48,7 @@ from kvcluster.sequences.opener import SequenceOpener
 from kvcluster.sequences.resources import sequence_resources, unused_set
 from kvcluster.transfers.coordinator_client import CoordinatorClient, CoordinatorPort
 from kvcluster.transfers.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
-from kvcluster.transfers.memory import bind
-from kvcluster.transfers.policy import ShardPolicy
-from kvcluster.transfers.prompt import Prompt, TokenIds, as_prompt, known_hashes, listed
-from kvcluster.transfers.results import BlockExplanation, Loaded, Lookup, Stored
-from kvcluster.transfers.shard_connections import OpenTransport, ShardConnections
-from kvcluster.transfers.tickets import Ticket, Tickets, TicketSeal
-from kvcluster.transfers.transfer import Transfer
-from kvcluster.transfers.transfer_queue import TransferQueue
-from kvcluster.transfers.unpicklable import Unpicklable
-from kvcluster.transfers.validation import (
+from kvcluster.transfers.layouts import (
     check_connect,
     check_filters,
     check_first,
@@ -68,6 +59,14 @@ from kvcluster.transfers.validation import (
     kind_of,
     parts_of,
 )
+from kvcluster.transfers.long_chains import Prompt, TokenIds, as_prompt, known_hashes, listed
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.shard_connections import OpenTransport, ShardConnections
+from kvcluster.transfers.tickets import Ticket, Tickets, TicketSeal
+from kvcluster.transfers.transfer import BlockExplanation, Loaded, Lookup, Stored, Transfer
+from kvcluster.transfers.transfer_queue import TransferQueue
+from kvcluster.transfers.unpicklable import Unpicklable
 from kvcluster.transfers.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline

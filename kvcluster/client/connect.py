@@ -14,11 +14,11 @@ from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort
+from kvcluster.transfers.layouts import check_connect
 from kvcluster.transfers.shard_connections import OpenTransport
-from kvcluster.transfers.validation import check_connect
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
-from kvcluster.transport.foreign_server import check_is_ours
+from kvcluster.transport.listener import check_is_ours
 from kvcluster.transport.rpc import Connection
 
 _FIRST_MS = 500

@@ -16,10 +16,9 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import KVClusterError
 from kvcluster.transfers.coordinator_client import CoordinatorClient
-from kvcluster.transfers.long_chains import fates_of
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import BlockExplanation
-from kvcluster.transfers.validation import check_hashes
+from kvcluster.transfers.layouts import check_hashes
+from kvcluster.transfers.long_chains import Prompt, fates_of
+from kvcluster.transfers.transfer import BlockExplanation
 from kvcluster.transport.base import Deadline, Unavailable
 
 

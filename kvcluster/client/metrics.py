@@ -17,7 +17,7 @@ from kvcluster.client.client import Client
 from kvcluster.runtime.metric_samples import Sample, labelled
 from kvcluster.runtime.metrics_server import metric_families
 from kvcluster.sequences.attend_planner import SpanChoice
-from kvcluster.sequences.shipped_counter import ShippedCounter
+from kvcluster.sequences.statistics import ShippedCounter
 from kvcluster.transfers.breaker import BreakerState
 from kvcluster.transports import NAMES
 

@@ -12,20 +12,69 @@ or one layer: that much may still be written after a cancel (by a device what it
 Each mutable field has one writer, so that threads outside Python need no lock for them: the executor writes `status`
 and the produced `sums`; the owner of the batch writes `cancel` and `dropped`, and `status` before the batch is run. A
 status other than PENDING is final.
+
+Copy executors carry out batches of copies. A new one (native threads, a GPU's streams, a NIC) is a class with one
+method and an entry in a list of executors, of which the first that opens a batch carries it out.
+
+Copy endpoints: the memory that a batch of copies reads and writes.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from typing import Protocol, TypeGuard
 
-from kvcluster.copies.endpoints import CopyEndpoint
 from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import SUM_BYTES
+from kvcluster.memory.region import Region, bytes_at
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MappedMemory:
+    """A region that the CPU addresses, such as a mapped arena. Offsets count from its start."""
+
+    region: Region
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """That range. Raises ValueError once the region is closed."""
+        return self.region.view(offset, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory of this process, by address: the addresses of a geometry, or offsets that are addresses. The batch keeps
+    it alive (`CopyBatch.keeps`)."""
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes at that address."""
+        return bytes_at(offset, nbytes)
+
+
+class ForeignMemory:
+    """Memory that the CPU does not address, such as a device's. A kind of it is a class of its own, which the executors
+    know that reach it."""
+
+    __slots__ = ()
+
+
+HOST = HostMemory()
+
+CpuMemory = MappedMemory | HostMemory
+"""The kinds that the CPU addresses."""
+
+CopyEndpoint = CpuMemory | ForeignMemory
+"""What the copies of a batch read or write."""
+
+
+def cpu_addresses(endpoint: CopyEndpoint) -> TypeGuard[CpuMemory]:
+    """Whether the CPU addresses this. It asks what it is, and not what it is not: what is of no kind that is named
+    above is left alone by whatever moves bytes by the CPU."""
+    return isinstance(endpoint, (MappedMemory, HostMemory))
 
 
 class BadBatch(ValueError):
@@ -212,3 +261,32 @@ def encoded_layer_bytes(geometry: BlockGeometry, codec: int, heads: int) -> int:
     except ValueError:
         raise BadBatch(f"codec {codec:#06x} is not known") from None
     return layer_bytes(known, geometry.group, block_tokens=geometry.block_tokens, heads=heads)
+
+
+RunRecords = Callable[[int, int], None]
+"""Carries out the pending records of a batch from a first one up to another, in order.
+
+When it returns or raises, none of them is in flight: it no longer writes to the target or reads from the source, except
+memory of its own. Before each record it checks whether the record is stopped (`CopyBatch.is_stopped`). A record is DONE
+only if its sums were made of the bytes that were written to the target, or of a private copy from which those were
+made.
+"""
+
+
+class CopyExecutor(Protocol):
+    """Carries out batches between endpoints of some kinds. It makes no decisions and takes no locks of its caller."""
+
+    def open(self, batch: CopyBatch) -> RunRecords | None:
+        """Returns what carries out this batch, or None if this executor cannot, on this machine or at all. Raises
+        BadBatch if the batch contradicts itself or its endpoints; nothing has been moved then."""
+        ...
+
+
+def first_opened(executors: Iterable[CopyExecutor], batch: CopyBatch) -> RunRecords | None:
+    """Returns what the first of these executors that can carry out the batch opens, None if none can. Raises
+    BadBatch."""
+    for executor in executors:
+        run = executor.open(batch)
+        if run is not None:
+            return run
+    return None

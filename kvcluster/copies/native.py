@@ -9,9 +9,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems
-from kvcluster.copies.endpoints import CpuMemory, HostMemory, MappedMemory, cpu_addresses
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import (
+    BadBatch,
+    CopyBatch,
+    CopyDirection,
+    CopyItems,
+    CpuMemory,
+    HostMemory,
+    MappedMemory,
+    RunRecords,
+    cpu_addresses,
+)
 from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec

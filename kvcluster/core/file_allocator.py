@@ -17,8 +17,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvcluster.core.groups import PageKey
 from kvcluster.core.ids import SUM_BYTES, NamespaceId
-from kvcluster.core.page_key import PageKey
 from kvcluster.errors import ConfigError
 
 HEAD_BYTES = 16 * 1024

@@ -12,9 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyStatus
-from kvcluster.copies.endpoints import CpuMemory, cpu_addresses
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyStatus, CpuMemory, RunRecords, cpu_addresses
 from kvcluster.core.groups import Part
 from kvcluster.device.batch_run import BatchRun, Chunk, Sizes
 from kvcluster.device.device import Range

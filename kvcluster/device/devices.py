@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvcluster.config.rules import LEAST_STAGING_BYTES
-from kvcluster.copies.batch import CopyBatch
-from kvcluster.copies.executor import CopyExecutor, RunRecords, first_opened
+from kvcluster.copies.batch import CopyBatch, CopyExecutor, RunRecords, first_opened
 from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core import limits
 from kvcluster.device.copies import DeviceCopies

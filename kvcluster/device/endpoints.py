@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvcluster.copies.endpoints import ForeignMemory, MappedMemory
+from kvcluster.copies.batch import ForeignMemory, MappedMemory
 from kvcluster.device.device import Device, Event, Range
 
 

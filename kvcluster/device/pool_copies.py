@@ -16,8 +16,7 @@ from functools import partial
 from itertools import cycle
 from operator import add
 
-from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyStatus
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyStatus, RunRecords
 from kvcluster.device.batch_run import BatchRun, Chunk, Place, Sizes
 from kvcluster.device.device import Range, Stream
 from kvcluster.device.endpoints import DeviceMemory, DevicePoolMemory, RegisteredMemory

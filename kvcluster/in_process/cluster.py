@@ -28,7 +28,7 @@ from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics_server import serve_metrics
-from kvcluster.runtime.private_folder import private_folder
+from kvcluster.runtime.private_files import private_folder
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transfers.coordinator_client import CoordinatorPort

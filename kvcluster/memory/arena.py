@@ -6,8 +6,10 @@ times slower, and a pool that does not fit should fail at the start, not under l
 the system, so that the allocator's aligned offsets are aligned addresses. The allocator decides how ranges are used.
 
 If the system has memory files (memfd), the memory is one: it has no name and lies in no directory, other processes of
-this host map it by a descriptor that they receive (mapping.py), and it is freed with the last of them. Its size is
+this host map it by a descriptor that they receive (region.py), and it is freed with the last of them. Its size is
 sealed, so that it cannot shrink under a process that maps it. Otherwise it is private to this process.
+
+A staging buffer: private memory that bytes pass through, small enough that they stay in the CPU cache.
 """
 
 from __future__ import annotations
@@ -124,3 +126,21 @@ def memory_limit_bytes() -> int:
 
 def _refusal(nbytes: int, why: str) -> str:
     return f"an arena of {nbytes >> 20} MiB cannot be allocated ({why}); lower ram_bytes, or provide more memory"
+
+
+_ALIGNMENT = 64
+
+
+class Staging:
+    """A buffer as large as the largest piece so far. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(b"")
+
+    def room(self, nbytes: int) -> memoryview:
+        """Returns `nbytes` bytes of the buffer, which earlier results share; their content is undefined. They begin at
+        a multiple of 64 bytes."""
+        if self._buffer.nbytes < nbytes:
+            whole = memoryview(bytearray(nbytes + _ALIGNMENT))
+            self._buffer = whole[-address_of(whole) % _ALIGNMENT :]
+        return self._buffer[:nbytes]

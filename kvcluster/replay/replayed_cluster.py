@@ -49,8 +49,7 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
-from kvcluster.replay.core_process import CoreProcess
-from kvcluster.replay.core_stepper import Core, build_request
+from kvcluster.replay.core_stepper import Core, CoreProcess, build_request
 from kvcluster.replay.kernel import MS, Clock, Kernel
 
 TENANT = Tenant("trace")

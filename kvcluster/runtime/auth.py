@@ -3,8 +3,14 @@
 A token file has one line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
 begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
 bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
-of its own tenant only. The file is read again when it changes (token_file.py). The actors of a cluster authenticate to
+of its own tenant only. The file is read again when it changes. The actors of a cluster authenticate to
 one another with a secret of their own, which stands for no tenant.
+
+A token file that is read again when it changes, so that tokens are added and revoked while the cluster runs.
+
+The file is looked at when a caller is to be authenticated, at most once in LOOK_S. A file that has become unusable
+changes nothing: the tokens that it had stay valid until it can be used again. Processes that share one file thus agree
+within LOOK_S after each change, and one that restarts meanwhile says why it admits no client.
 """
 
 from __future__ import annotations
@@ -12,13 +18,156 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
+import os
+import re
 import secrets
-from collections.abc import Mapping
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from kvcluster.config import ServerConfig
+from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Caller, Tenant
 from kvcluster.errors import ConfigError, CredentialError
-from kvcluster.runtime.token_file import TENANT, TokenFile, Tokens
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+({TENANT.pattern})(\s+operator)?")
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Tokens(NamedTuple):
+    """The content of a token file: digest -> tenant, and the digests that are operators'."""
+
+    tenants: dict[str, Tenant]
+    operators: frozenset[str]
+
+    @property
+    def tenant_count(self) -> int:
+        return len(set(self.tenants.values()))
+
+
+class TokenFile:
+    """The tokens of one file.
+
+    `one_tenant`: the file may name one tenant only, if it did at first. Where workers map memory that holds the pages
+    of all, a second tenant needs a restart without that.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        one_tenant: bool = False,
+        must_exist: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError if the file cannot be used now, unless it need not exist (`must_exist`) because a process
+        restarts that must serve the rest of the cluster in any case."""
+        self._path = path
+        self._one_tenant = one_tenant
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tokens: Tokens | None = None
+        self._seen: object = None
+        self._why = ""
+        self._next_look = clock() + LOOK_S
+        self._look()
+        if self._why and must_exist:
+            raise ConfigError(self._why)
+
+    def tokens(self) -> Tokens:
+        """Returns the tokens that are valid now. Raises CredentialError if no version of the file could be used."""
+        if self._clock() >= self._next_look and self._lock.acquire(blocking=False):
+            try:
+                self._next_look = self._clock() + LOOK_S
+                self._look()
+            finally:
+                self._lock.release()
+        if self._tokens is None:
+            raise CredentialError(f"this server admits no client until its token file can be used: {self._why}")
+        return self._tokens
+
+    def _look(self) -> None:
+        """Reads the file if it is another one than at the last look."""
+        try:
+            found = os.stat(self._path)
+            seen: object = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        except (OSError, ValueError) as error:
+            seen = str(error)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            tokens = read_token_file(self._path)
+            if self._tokens is None:
+                self._one_tenant = self._one_tenant and tokens.tenant_count == 1
+            elif self._one_tenant and tokens.tenant_count > 1:
+                raise ConfigError(
+                    f"the token file {self._path} now names several tenants, and this cluster shares memory with the "
+                    "workers of one: restart it, or leave shm out of server.transports"
+                )
+        except ConfigError as error:
+            self._why = str(error)
+            if self._tokens is not None:
+                log.error("%s. The tokens that it had stay valid", error)
+        else:
+            if self._tokens is not None:
+                log.info("the token file %s was read again: %d tokens", self._path, len(tokens.tenants))
+            self._tokens, self._why = tokens, ""
+
+
+def read_token_file(path: str) -> Tokens:
+    """Returns the content of a token file. Raises ConfigError if it cannot be read, is not valid, or could have been
+    written by another user than root and the user of this process."""
+    try:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
+        ) as file:  # of a pipe, `open` would wait for a writer
+            found = os.fstat(file.fileno())
+            data = file.read(limits.TOKEN_FILE_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the token file {path}: {error}") from None
+    if len(data) > limits.TOKEN_FILE_BYTES:
+        raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
+    if not found.st_nlink:  # a file in memory, which no other process can open by name
+        return parse_tokens(text)
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(f"token file {path} belongs to user {found.st_uid}, who could admit anyone: `chown` it")
+    if found.st_mode & _OTHERS_MAY_WRITE:
+        raise ConfigError(f"token file {path} can be written by other users, who could admit anyone: `chmod go-w` it")
+    return parse_tokens(text)
+
+
+def parse_tokens(text: str) -> Tokens:
+    """Parses the text of a token file. Raises ConfigError that names the faulty line."""
+    tenants: dict[str, Tenant] = {}
+    operators = set()
+    for number, line in enumerate(text.split("\n"), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise ConfigError(
+                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', "
+                "optionally with '  operator'; `kvcluster token --tenant NAME` makes one"
+            )
+        if match[1] in tenants:
+            raise ConfigError(f"token file, line {number}: this token already has a line")
+        tenants[match[1]] = Tenant(match[2])
+        if match[3]:
+            operators.add(match[1])
+    if not tenants:
+        raise ConfigError("the token file contains no token, so no client could connect; `kvcluster token` makes one")
+    return Tokens(tenants, frozenset(operators))
+
 
 DEFAULT_TENANT = Tenant("default")
 

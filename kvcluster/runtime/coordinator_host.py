@@ -26,11 +26,11 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.extras import install
-from kvcluster.runtime import decisions
-from kvcluster.runtime.decisions import decided, warned
+from kvcluster.runtime import json_log
 from kvcluster.runtime.driver import Driver
+from kvcluster.runtime.json_log import decided, warned
 from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Sample, coordinator_samples
-from kvcluster.runtime.settings_file import read_settings, write_settings
+from kvcluster.runtime.server import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
 
@@ -117,10 +117,10 @@ class CoordinatorHost:
             asked.append(build(call))
             return asked[0]
 
-        reply = self._driver.ask(noted if decisions.shown() else build, wait_s, decodes_of)
+        reply = self._driver.ask(noted if json_log.shown() else build, wait_s, decodes_of)
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
-        decision = decisions.answered(asked[0], reply) if asked else None
+        decision = json_log.answered(asked[0], reply) if asked else None
         if decision is not None:
             decided(decision[0], **decision[1])
         return reply

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored, EventStream, KVEvent, Publish
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksStored, EventStream, KVEvent, Publish
 from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 

@@ -1,11 +1,11 @@
 """The logs of the last runs of a cluster on this machine, which outlive its processes: an error that names a log names
 a file that is still there.
 
-A run has a folder in the user's folder (user_folder.py). Ray's first process writes `ray.log` there; `session` leads to
-the folder in which Ray's other processes and the actors write while they run. When they end, `keep` copies the end of
-each of these files beside `ray.log`: at most FILE_BYTES of a file and RUN_BYTES in all, those written last first. The
-runs of one owner (a port of this machine, or a node) beyond the newest RUNS are removed, and of all owners those beyond
-the newest ALL_RUNS.
+A run has a folder in the user's folder (private_files.py). Ray's first process writes `ray.log` there; `session` leads
+to the folder in which Ray's other processes and the actors write while they run. When they end, `keep` copies the end
+of each of these files beside `ray.log`: at most FILE_BYTES of a file and RUN_BYTES in all, those written last first.
+The runs of one owner (a port of this machine, or a node) beyond the newest RUNS are removed, and of all owners those
+beyond the newest ALL_RUNS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcluster.runtime.user_folder import user_folder
+from kvcluster.runtime.private_files import user_folder
 
 RUNS = 3
 ALL_RUNS = 24

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-from kvcluster.core.coordinator.age_histogram import AGE_BOUNDS_S
+from kvcluster.core.coordinator.eviction_history import AGE_BOUNDS_S
 
 
 class MetricKind(Enum):

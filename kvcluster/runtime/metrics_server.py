@@ -26,8 +26,7 @@ from kvcluster.extras import install
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
-from kvcluster.transport.descriptors import Descriptors
-from kvcluster.transport.listening import first_free
+from kvcluster.transport.listener import Descriptors, first_free
 from kvcluster.transport.thread_start import start_thread
 
 log = logging.getLogger(__name__)

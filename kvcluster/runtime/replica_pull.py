@@ -38,10 +38,10 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, PageHost, PathLost, Payload, RefusedByShard, Transport, Unavailable
-from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation, written_bytes
 from kvcluster.transport.page_writer import PageWriter
 from kvcluster.transport.thread_start import start_thread
+from kvcluster.transport.worker_exchange import RecordSink
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import time
 from kvcluster.core.ids import SUM_BYTES, NamespaceId
 from kvcluster.core.messages import PageSlot, Verified, Verify
 from kvcluster.memory import checksum
-from kvcluster.memory.page_bytes import PageBytes
+from kvcluster.memory.region import PageBytes
 from kvcluster.transport.base import Unavailable
 
 NICENESS = 5

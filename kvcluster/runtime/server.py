@@ -6,10 +6,18 @@ costs no thread that an honest one needs, and a tenant's calls wait for no other
 is compared then, too, and each answer says which ones this server speaks (wire/versions.py). A call that is wrong is
 answered with a status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (no version in common, or a
 malformed message), INVALID_ARGUMENT.
+
+The settings that an operator changed while the cluster ran, kept for the next coordinator: the tier policy, and
+whether the cache is on. If an operator turned the cache off because of a fault, it must stay off when the coordinator
+restarts because of the same fault.
+
+It is one small file in `coordinator.state_dir` (private_files.py). A file that cannot be parsed is never skipped; the
+error says what to do.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -17,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -26,8 +35,9 @@ from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.decisions import decided
+from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
+from kvcluster.runtime.private_files import locked, replace_file
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import Method
@@ -314,3 +324,39 @@ def _unary(
         raise AssertionError("abort raises")
 
     return handle
+
+
+NAME = "policy.json"
+Settings = tuple[tuple[str, str], ...]
+
+
+def read_settings(folder: str) -> Settings:
+    """Returns the last settings kept in that folder; empty if there are none. Raises ConfigError if the file cannot be
+    read or parsed."""
+    path = Path(folder) / NAME
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(kept, dict) or not all(isinstance(value, str) for value in kept.values()):
+            raise ValueError("it holds no settings")
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}, which keeps an operator's settings, cannot be read: {error}. Remove it to go back to the "
+            "configuration, with the cache on; `kvcluster off` turns it off again"
+        ) from None
+    return tuple(kept.items())
+
+
+def write_settings(folder: str, settings: Settings) -> None:
+    """Replaces the settings kept in that folder, which is made if it is missing. When it returns they are on disk.
+    Raises ConfigError if that fails; the old file then stays."""
+    path = Path(folder) / NAME
+    try:
+        with locked(path.parent, make=True) as opened:
+            replace_file(path, json.dumps(dict(settings), indent=1).encode(), opened)
+    except OSError as error:
+        raise ConfigError(
+            f"coordinator.state_dir {folder} cannot keep the settings: {error.strerror or error}. They are in effect, "
+            "but only until the coordinator restarts"
+        ) from None

@@ -59,18 +59,16 @@ from kvcluster.core.shard.shard import Shard
 from kvcluster.core.tiers import ON_DEVICE
 from kvcluster.errors import KVClusterError
 from kvcluster.memory.arena import Arena
-from kvcluster.runtime import decisions, tier_io
+from kvcluster.runtime import json_log, tier_store
 from kvcluster.runtime.compute_pool import ComputePool
-from kvcluster.runtime.decisions import AckReader, decided, warned
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metric_samples import Histogram, Refusal, Sample, shard_samples
+from kvcluster.runtime.json_log import AckReader, decided, warned
+from kvcluster.runtime.metric_samples import Histogram, Refusal, Sample, ShardMetrics, shard_samples
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
-from kvcluster.runtime.shard_metrics import ShardMetrics
 from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, open_stores
-from kvcluster.transport.attend_session import import_attention
-from kvcluster.transport.attending import ATTEND_PATHS
+from kvcluster.transport.attend_session import ATTEND_PATHS, import_attention
 from kvcluster.transport.base import ComputeTurn, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 from kvcluster.transport.shm_server import SharedPool
@@ -252,8 +250,8 @@ class ShardHost:
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         self._metrics.exchange_ended(summary)
-        if decisions.shown():
-            decided("exchange_ended", **decisions.exchange_fields(summary))
+        if json_log.shown():
+            decided("exchange_ended", **json_log.exchange_fields(summary))
 
     def connection_refused(self, path: str, error: KVClusterError) -> None:
         self._metrics.connection_refused(path, error)
@@ -284,7 +282,7 @@ class ShardHost:
 
         # If the drive is stuck, an erasure for each answer of the coordinator may wait behind a batch of moves. One
         # thread runs both, so that no page written later is erased.
-        moves = job("mover", self._move, niceness=tier_io.NICENESS, most=limits.TOMBSTONES)
+        moves = job("mover", self._move, niceness=tier_store.NICENESS, most=limits.TOMBSTONES)
         # The core has one job of each kind under way at a time, except for Stage: one for each lease.
         return {
             Send: job("reporter", lambda send: self._report(send.message)),
@@ -319,7 +317,7 @@ class ShardHost:
     def _move(self, order: MovePages | Erase) -> None:
         if isinstance(order, MovePages):
             began = time.monotonic()
-            moved = tier_io.move(order, self._stores)
+            moved = tier_store.move(order, self._stores)
             self._moved(order, moved, time.monotonic() - began)
             self._driver.tell(moved)
             self._look_for_lost_tiers()
@@ -328,7 +326,7 @@ class ShardHost:
 
     def _stage(self, order: Stage) -> None:
         began = time.monotonic()
-        staged = tier_io.stage(order, self._stores)
+        staged = tier_store.stage(order, self._stores)
         self._moved(order, staged, time.monotonic() - began)
         self._driver.tell(staged)
         self._look_for_lost_tiers()

@@ -1,9 +1,9 @@
 """Tombstones on disk: what was purged, kept by a coordinator for the next one; and the purges that a shard with a disk
 tier has carried out there, kept for the shard after it.
 
-It is one small file in `coordinator.state_dir` or beside the shard's pages (state_file.py). It carries a digest, since
-a tombstone that bit rot turns into another one would bring back what was purged. For the same reason a file that cannot
-be parsed is never skipped; an operator has to decide what to do about it, and the error lists the choices.
+It is one small file in `coordinator.state_dir` or beside the shard's pages (private_files.py). It carries a digest,
+since a tombstone that bit rot turns into another one would bring back what was purged. For the same reason a file that
+cannot be parsed is never skipped; an operator has to decide what to do about it, and the error lists the choices.
 
 It also carries the number of its owner. Each coordinator takes the file over when it starts; a coordinator that was cut
 off and does not know yet that it was replaced can then no longer overwrite what its successor wrote.
@@ -24,7 +24,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Answer, Effect, KeepSettings, Persist, Refused, RefusedKind, Tombstone
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import StateMachine
-from kvcluster.runtime.state_file import locked, replace_file
+from kvcluster.runtime.private_files import locked, replace_file
 
 M = TypeVar("M")
 

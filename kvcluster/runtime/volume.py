@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from kvcluster.core.ids import ShardId
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.private_files import open_folder, read_file
-from kvcluster.runtime.state_file import locked, replace_file
+from kvcluster.runtime.private_files import locked, open_folder, read_file, replace_file
 
 _NAME = "identity.json"
 _MOST_BYTES = 4_096

@@ -13,14 +13,14 @@ from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
 from kvcluster.errors import CallerError
-from kvcluster.sequences.attend_explanation import AttendExplanation
 from kvcluster.sequences.row_operations import SequenceRow
 from kvcluster.sequences.sequence import Sequence, check_number, checked_ids
 from kvcluster.sequences.state import SequenceState
+from kvcluster.sequences.statistics import AttendExplanation
 from kvcluster.sequences.step_lock import whole
-from kvcluster.transfers.prompt import TokenIds
+from kvcluster.transfers.layouts import kind_of
+from kvcluster.transfers.long_chains import TokenIds
 from kvcluster.transfers.unpicklable import Unpicklable
-from kvcluster.transfers.validation import kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor

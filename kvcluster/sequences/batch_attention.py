@@ -31,15 +31,15 @@ from kvcluster.attention.call import check_query
 from kvcluster.attention.partial import check_sinks
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
-from kvcluster.sequences.attend_explanation import AttendExplanation
 from kvcluster.sequences.attend_planner import AttendPlanner
 from kvcluster.sequences.batch_pages import BatchPages
 from kvcluster.sequences.blocks import SequenceBlock
 from kvcluster.sequences.layer_query import LayerQuery, layer_query
+from kvcluster.sequences.remote_attention import Shipment
 from kvcluster.sequences.resources import SequenceResources
 from kvcluster.sequences.ship_plan import SeenBlocks, ShipPlan
-from kvcluster.sequences.shipment import Shipment
 from kvcluster.sequences.state import SequenceState
+from kvcluster.sequences.statistics import AttendExplanation
 from kvcluster.sequences.step_planner import StepPlanner
 from kvcluster.sequences.streamed_attention import StreamedAttention, StreamedCall
 from kvcluster.transfers.deadlines import remaining_ms

@@ -10,11 +10,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from kvcluster.attention import PageLayout, PageSpan, QueryRow
 from kvcluster.core.miss import Loss
-from kvcluster.sequences.absent_blocks import BlockFetch
 from kvcluster.sequences.blocks import SequenceBlock
+from kvcluster.sequences.missing_tokens import BlockFetch
 from kvcluster.sequences.page_map import PageMap, groups_of_same_pages
+from kvcluster.sequences.remote_spans import RowBlocks, SharedSpan, shared_spans
 from kvcluster.sequences.resources import SequenceResources
-from kvcluster.sequences.shared_spans import RowBlocks, SharedSpan, shared_spans
 from kvcluster.sequences.ship_plan import SeenBlocks
 from kvcluster.sequences.state import SequenceState
 from kvcluster.transfers.zero_copy import BorrowedBlocks

@@ -8,10 +8,9 @@ from kvcluster.core import limits
 from kvcluster.sequences.opener import SequenceOpener
 from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.sequence import Sequence
-from kvcluster.sequences.shipped_counter import ShippedCounts
-from kvcluster.sequences.statistics import ResidentUse
-from kvcluster.transfers.prompt import Prompt, TokenIds, as_prompt
-from kvcluster.transfers.validation import check_tokens
+from kvcluster.sequences.statistics import ResidentUse, ShippedCounts
+from kvcluster.transfers.layouts import check_tokens
+from kvcluster.transfers.long_chains import Prompt, TokenIds, as_prompt
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.forks import OwnProcess
 

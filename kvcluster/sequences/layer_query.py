@@ -1,9 +1,17 @@
-"""The query of one layer of a step as it is sent to shards, in messages that are within the limits."""
+"""The query of one layer of a step as it is sent to shards, in messages that are within the limits.
+
+Loads single layers of absent blocks into scratch pages, where they stay for one call of attention.
+
+A ticket says where blocks lie, for all layers and for every step that reads them; so the tickets used last are kept,
+and the coordinator is asked again only when other blocks are absent or a load has failed. They hold nothing: blocks of
+open sequences are not evicted (ADR 47).
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,8 +20,22 @@ from kvcluster.attention import PageLayout, Scoring
 from kvcluster.attention.span_results import pack_query, result_bytes
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.position_tree import Subtree
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import LostTokens
+from kvcluster.sequences.blocks import SequenceBlock
+from kvcluster.sequences.resident_pages import ScratchPages
 from kvcluster.sequences.ship_plan import AskedRow, SeenBlocks
+from kvcluster.sequences.step_lock import StepLock, StepTurn
+from kvcluster.transfers.deadlines import remaining_ms
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Loaded, Transfer
+from kvcluster.transfers.transfer_queue import TransferQueue
+from kvcluster.transport.base import Deadline
 
 
 class LayerQuery(NamedTuple):
@@ -129,3 +151,128 @@ def _fits(rows: Sequence[AskedRow], query: LayerQuery) -> bool:
 
 def _work(query: LayerQuery, tokens: int, cuts: int) -> int:
     return attend_work(tokens, cuts, heads=query.heads, channels=query.dim + query.value_dim)
+
+
+_TRIES = 3
+"""Loads of the same blocks that may fail, one after the other, before they count as lost."""
+
+_TICKETS = 64
+"""Lists of blocks whose tickets are kept. A call has one for each part of the context that fits a buffer; for each
+beyond so many, the coordinator is asked once more, which takes less time than the load."""
+
+BlockRun = tuple[KVSpec, Sequence[SequenceBlock], Ticket]
+"""Blocks of one namespace, and the ticket that says where they lie."""
+
+
+class LayerLoads:
+    """The loads of single layers of `part`, for the sequences of one client. `find` returns where absent blocks lie, or
+    raises LostTokens; `lost` makes that error. Thread-safe."""
+
+    def __init__(
+        self,
+        transfers: TransferQueue,
+        part: Part,
+        *,
+        find: Callable[[Sequence[SequenceBlock], Deadline], list[BlockRun]],
+        lost: Callable[[SequenceBlock, Miss], LostTokens],
+        lock: StepLock,
+    ) -> None:
+        self._transfers = transfers
+        self._part = part
+        self._find = find
+        self.lost = lost
+        self.turn = StepTurn(lock, "another thread streams blocks through scratch pages")
+        """Had by a call from when it takes scratch pages until it has freed them: there need not be room for those of
+        two calls, and their loads would only wait for one another."""
+        self._lock = threading.Lock()
+        # By the names of blocks, since one that is written again gets another; those used last are the last.
+        self._runs: dict[tuple[BlockHash | None, ...], list[BlockRun]] = {}
+
+    def begin(
+        self, blocks: Sequence[SequenceBlock], layer: int, into: ScratchPages, buffer: int, deadline: Deadline
+    ) -> LayerLoad:
+        """Begins to load a layer of these blocks, in their order, into the first slots of a buffer. Raises LostTokens
+        if the cluster has lost one of them."""
+        return LayerLoad(self, tuple(blocks), layer, into, buffer, deadline)
+
+    def runs(self, blocks: tuple[SequenceBlock, ...], deadline: Deadline) -> list[BlockRun]:
+        """Returns where these blocks lie. Raises LostTokens."""
+        names = tuple(block.name for block in blocks)
+        with self._lock:
+            known = self._runs.pop(names, None)
+        runs = self._find(blocks, deadline) if known is None else known
+        with self._lock:
+            kept = [(key, of_key) for key, of_key in self._runs.items() if of_key[0][1][0].references]
+            self._runs = dict([*kept[-_TICKETS + 1 :], (names, runs)])
+        return runs
+
+    def forget(self, blocks: tuple[SequenceBlock, ...]) -> None:
+        """Has the coordinator asked again where these blocks lie."""
+        with self._lock:
+            self._runs.pop(tuple(block.name for block in blocks), None)
+
+    def transfer(
+        self, run: BlockRun, layer: int, into: ScratchPages, buffer: int, first: int, deadline: Deadline
+    ) -> Transfer[Loaded]:
+        """Begins one load into a buffer, from its slot `first` on."""
+        spec, blocks, ticket = run
+        start = self._part.layer_start + layer
+        parts = (self._part._replace(layer_start=start, layer_stop=start + 1),)
+        bound = bind(into.paged(buffer, first, len(blocks)), spec, parts, len(blocks), writable=True)
+        return self._transfers.load(ticket.body, 0, bound, spec, deadline, parts=parts)
+
+
+class LayerLoad:
+    """One layer of some blocks on its way into a buffer of scratch pages. Made by LayerLoads.begin. The pages may be
+    used for something else after `wait` or `cancel`."""
+
+    def __init__(
+        self,
+        loads: LayerLoads,
+        blocks: tuple[SequenceBlock, ...],
+        layer: int,
+        into: ScratchPages,
+        buffer: int,
+        deadline: Deadline,
+    ) -> None:
+        self._loads = loads
+        self._blocks = blocks
+        self._layer = layer
+        self._into = into
+        self._buffer = buffer
+        self._under_way: list[tuple[BlockRun, Transfer[Loaded]]] = []
+        self._begin(deadline)
+
+    def wait(self, deadline: Deadline) -> Loss:
+        """Waits until all of it is there, and returns the worst loss. What fails is loaded again; raises LostTokens if
+        that fails too."""
+        failures = 0
+        while True:
+            loss, lost = Loss.EXACT, list[SequenceBlock]()
+            for (_, blocks, _), transfer in self._under_way:
+                loaded = transfer.result(remaining_ms(deadline))
+                loss = max(loss, loaded.loss)
+                lost += blocks[loaded.blocks :]
+            if not lost:
+                return loss
+            failures += 1
+            self._loads.forget(self._blocks)
+            if failures == _TRIES:
+                raise self._loads.lost(lost[0], Miss(MissReason.DEADLINE, "its loads failed"))
+            self._begin(deadline)
+
+    def cancel(self) -> None:
+        """Ends it: nothing is written any more."""
+        for _, transfer in self._under_way:
+            transfer.cancel()
+
+    def _begin(self, deadline: Deadline) -> None:
+        self._under_way, first = [], 0
+        try:
+            for run in self._loads.runs(self._blocks, deadline) if self._blocks else ():
+                transfer = self._loads.transfer(run, self._layer, self._into, self._buffer, first, deadline)
+                self._under_way.append((run, transfer))
+                first += len(run[1])
+        except BaseException:
+            self.cancel()
+            raise

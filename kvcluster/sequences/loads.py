@@ -22,9 +22,9 @@ from kvcluster.core.messages import Need
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, LostTokens
-from kvcluster.sequences.absent_blocks import AbsentBlocks, BlockFetch
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.layer_loads import BlockRun, LayerLoads
+from kvcluster.sequences.layer_query import BlockRun, LayerLoads
+from kvcluster.sequences.missing_tokens import AbsentBlocks, BlockFetch
 from kvcluster.sequences.runner import SequenceRunner
 from kvcluster.sequences.state import SequenceState
 from kvcluster.transfers.memory import bind

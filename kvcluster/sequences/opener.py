@@ -16,12 +16,11 @@ from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.resources import SequenceResources
 from kvcluster.sequences.sequence import Sequence
-from kvcluster.sequences.shipped_counter import ShippedCounter, ShippedCounts
 from kvcluster.sequences.state import SequenceState, random_name
-from kvcluster.sequences.statistics import ResidentUse, resident_use
+from kvcluster.sequences.statistics import ResidentUse, ShippedCounter, ShippedCounts, resident_use
 from kvcluster.transfers.coordinator_client import CoordinatorClient
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.validation import check_open
+from kvcluster.transfers.layouts import check_open
+from kvcluster.transfers.long_chains import Prompt
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:

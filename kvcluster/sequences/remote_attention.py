@@ -4,13 +4,18 @@ Each shard is asked on a thread of its own, while the caller attends to what is 
 that are new. One that does not answer, declines, or lacks a span has failed in this step: what was asked of it is
 placed elsewhere, or loaded, when the step is planned again. Results that came from others are not used then, so nothing
 is counted twice.
+
+What was sent to shards in one step, and what has come back. A step counts only if every shard has done its part:
+results of some are never merged with a second computation of the rest.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.attention import uses_fused
 from kvcluster.attention.span_results import unpack_results
@@ -27,19 +32,92 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.sequences.block_places import BlockPlaces
 from kvcluster.sequences.layer_query import LayerQuery, split_asks
 from kvcluster.sequences.remote_spans import RemoteSpans
 from kvcluster.sequences.ship_plan import AskedRow, ShipPlan
-from kvcluster.sequences.shipment import ShardFailure, ShardResults, Shipment
-from kvcluster.sequences.shipped_counter import ShippedCounter
+from kvcluster.sequences.statistics import ShippedCounter
 from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.deadlines import Wakeup
 from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transfers.worker_pool import WorkerPool
-from kvcluster.transport.attending import NotAttending
+from kvcluster.transport.attend_session import NotAttending
 from kvcluster.transport.base import Deadline, PathLost, Unavailable
+
+if TYPE_CHECKING:
+    from kvcluster.attention import Partial
+
+
+class ShardResults(NamedTuple):
+    """What one shard has sent: the results of each row, and the worst loss of the pages."""
+
+    rows: list[tuple[int, list[Partial]]]
+    loss: Loss
+
+    @staticmethod
+    def gathered(answers: Iterable[ShardResults | ShardFailure]) -> ShardResults | ShardFailure:
+        """Returns what one shard has answered to several messages of a step: all results, with the worst loss of any;
+        or its first failure, behind which no answer is taken."""
+        found, loss = list[tuple[int, "list[Partial]"]](), Loss.EXACT
+        for answer in answers:
+            if isinstance(answer, ShardFailure):
+                return answer
+            found += answer.rows
+            loss = max(loss, answer.loss)
+        return ShardResults(found, loss)
+
+
+class ShardFailure(NamedTuple):
+    """A shard has not done its part: it was `busy`, or is lost or lacks pages, of which `lost` is the first cut."""
+
+    busy: bool = False
+    lost: int | None = None
+
+
+@dataclass
+class Shipment:
+    """What was sent in one step. `wait` returns when every shard has answered or failed."""
+
+    left: int
+    failed: bool = False
+    busy: bool = False
+    """Whether a shard was too busy."""
+    lost: int | None = None
+    """The first position of what lost shards had, or had no longer."""
+    error: Exception | None = None
+    loss: Loss = Loss.EXACT
+    results: dict[int, list[Partial]] = field(default_factory=dict)
+    ended: float = 0.0
+    """When the last answer came, on the monotonic clock."""
+    lock: threading.Lock = field(default_factory=threading.Lock)  # not for threads that wait, which are interrupted
+    changed: Wakeup = field(default_factory=Wakeup)
+
+    def take(self, answer: ShardResults | ShardFailure) -> None:
+        """Takes what has become of one shard's part."""
+        with self.lock:
+            if isinstance(answer, ShardFailure):
+                self.failed, self.busy = True, self.busy or answer.busy
+                if answer.lost is not None:
+                    position = answer.lost * CUT_TOKENS
+                    self.lost = position if self.lost is None else min(self.lost, position)
+            else:
+                for row, partials in answer.rows:
+                    self.results.setdefault(row, []).extend(partials)
+                self.loss = max(self.loss, answer.loss)
+            self.left -= 1
+            self.ended = time.monotonic()
+        self.changed.notify()
+
+    def wait(self, deadline: Deadline) -> bool:
+        """Returns whether every result has come by the deadline, before which each shard is given up."""
+        ended = self.changed.wait_for(lambda: not self.left, deadline.remaining_s())
+        if self.error is not None:
+            raise self.error
+        return ended and not self.failed
+
 
 THREADS = 16
 """Shards that are asked at once; more wait for one another."""

@@ -19,8 +19,7 @@ from kvcluster.sequences.machine import SequenceMachine
 from kvcluster.sequences.resident_pages import ResidentPages
 from kvcluster.sequences.row_operations import RowOperations
 from kvcluster.sequences.runner import SequenceRunner
-from kvcluster.sequences.shipped_counter import ShippedCounter
-from kvcluster.sequences.statistics import ResidentUse
+from kvcluster.sequences.statistics import ResidentUse, ShippedCounter
 from kvcluster.sequences.table_keeper import TableKeeper
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transfers.deadlines import OTHER_MS

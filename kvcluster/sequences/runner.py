@@ -29,9 +29,9 @@ from kvcluster.sequences.step_lock import StepLock, StepTurn
 from kvcluster.sequences.store_queue import StoreBatch
 from kvcluster.sequences.table_keeper import TableKeeper
 from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.layouts import check_open
 from kvcluster.transfers.memory import bind
 from kvcluster.transfers.transfer_queue import TransferQueue
-from kvcluster.transfers.validation import check_open
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.thread_start import start_thread
 

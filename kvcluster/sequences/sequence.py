@@ -25,15 +25,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvcluster.core import limits
 from kvcluster.errors import CallerError
-from kvcluster.sequences.attend_explanation import AttendExplanation
 from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.row_operations import SequenceRow
 from kvcluster.sequences.state import SequenceState
-from kvcluster.sequences.statistics import SequenceUse, sequence_use
+from kvcluster.sequences.statistics import AttendExplanation, SequenceUse, sequence_use
 from kvcluster.sequences.step_lock import whole
-from kvcluster.transfers.prompt import TokenIds
+from kvcluster.transfers.layouts import kind_of
+from kvcluster.transfers.long_chains import TokenIds
 from kvcluster.transfers.unpicklable import Unpicklable
-from kvcluster.transfers.validation import kind_of
 from kvcluster.transport.forks import OwnProcess
 
 if TYPE_CHECKING:

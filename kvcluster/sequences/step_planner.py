@@ -14,7 +14,6 @@ from kvcluster.attention.span_results import result_bytes
 from kvcluster.core.groups import DTYPE_BYTES
 from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import CallerError
-from kvcluster.sequences.attend_explanation import AttendExplanation, SpanPlace
 from kvcluster.sequences.attend_planner import AttendPlanner, SpanChoice, SpanFacts, StepFacts
 from kvcluster.sequences.layer_query import LayerQuery
 from kvcluster.sequences.resources import SequenceResources
@@ -27,6 +26,7 @@ from kvcluster.sequences.ship_plan import (
     shippable_cuts,
 )
 from kvcluster.sequences.state import SequenceState
+from kvcluster.sequences.statistics import AttendExplanation, SpanPlace
 from kvcluster.transport.base import Deadline
 
 _RESERVE = 16

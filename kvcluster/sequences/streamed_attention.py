@@ -25,9 +25,9 @@ from kvcluster.core.position_tree import CUT_TOKENS, Subtree
 from kvcluster.errors import ResidentSetFull
 from kvcluster.sequences.batch_pages import BatchPages
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.layer_loads import LayerLoad
+from kvcluster.sequences.layer_query import LayerLoad
+from kvcluster.sequences.resident_pages import ScratchPages
 from kvcluster.sequences.resources import SequenceResources
-from kvcluster.sequences.scratch_pages import ScratchPages
 from kvcluster.sequences.ship_plan import SeenBlocks
 from kvcluster.transport.base import Deadline
 

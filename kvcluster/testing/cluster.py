@@ -5,30 +5,46 @@
 
 It is the cluster of `kvcluster.local(ray=False)` (in_process/hosts.py). Shards and the coordinator can be stopped and
 started, and bits of resident pages flipped, to see how an engine reacts.
+
+Sources of single records in place of batches of copies.
+
+Bits of pages that change where they lie, as those of bad memory do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from kvcluster.client.client import Client
-from kvcluster.config import load, old_names
+from kvcluster.config import load, loading
+from kvcluster.copies.batch import CopyEndpoint, CopyRecords, cpu_addresses
 from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Caller, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import Leave, PageKey
+from kvcluster.core.messages import Leave, PageKey, PageSlot
 from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE
 from kvcluster.in_process.hosts import InProcessHosts
+from kvcluster.memory.region import PageBytes
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.testing.rot import flip_bit
 from kvcluster.transfers.coordinator_client import CoordinatorPort
 from kvcluster.transfers.deadlines import OTHER_MS
 from kvcluster.transfers.shard_connections import OpenTransport
+from kvcluster.transport.base import ExchangeCopies
+from kvcluster.transport.worker_exchange import SingleCopies
+
+
+def flip_bit(pages: PageBytes, slot: PageSlot, bit: int) -> None:
+    """Flips a bit of a page of an addressable tier. `bit` counts from its start."""
+    at, within = divmod(bit, 8)
+    (byte,) = pages.read(slot, at, at + 1)
+    with pages.fill(slot, at, at + 1) as room:
+        room[0] = byte ^ 1 << within
 
 
 class MemoryCluster(InProcessHosts):
@@ -43,10 +59,10 @@ class MemoryCluster(InProcessHosts):
         device_bytes: str | int | None = None,
     ) -> None:
         """`device_bytes` is the old name of `ram_bytes`, until release 0.4."""
-        below = dict(old_names.renamed(config or {}))
+        below = dict(loading.renamed(config or {}))
         below["shards"] = shards
         below["shard"] = {"report_interval_ms": 50, "report_retry_ms": 20, **below.get("shard", {})}
-        below["shard"]["ram_bytes"] = old_names.ram_bytes(ram_bytes, device_bytes)
+        below["shard"]["ram_bytes"] = loading.ram_bytes(ram_bytes, device_bytes)
         # A machine that runs tests has much else to do, and a test's verdict must not depend on it.
         below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
         super().__init__(load(overrides=below), place="memory")
@@ -145,3 +161,29 @@ class MemoryCluster(InProcessHosts):
         # Called under the lock of that shard's driver, so the host is only closed at the end.
         if leave.for_good:
             self._drained[shard] = self._shards.pop(shard)
+
+
+class RecordSource(ABC):
+    """A PageSource that fills one record at a time."""
+
+    @abstractmethod
+    def layer_bytes(self, item: int) -> int:
+        """As PageSource."""
+
+    @abstractmethod
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
+        """Copies `layers` layers of page `item`, from its layer `layer` on, into `into`. Returns their checksums."""
+
+    @abstractmethod
+    def drained(self) -> None:
+        """As PageSource."""
+
+    def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
+        """As PageSource."""
+        assert cpu_addresses(target), "pages of a device go through memory of this process"
+
+        def store(at: int) -> None:
+            into = target.view(records.offsets[at], records.nbytes[at])
+            records.set_sums(at, self.copy(records.items[at], records.layers[at], records.counts[at], into))
+
+        return SingleCopies(store)

@@ -11,7 +11,7 @@ from kvcluster.core.groups import DTYPE_BYTES
 from kvcluster.errors import CallerError
 from kvcluster.memory.region import bytes_at
 from kvcluster.transfers.array_views import ArrayView, array_view
-from kvcluster.transfers.validation import kind_of
+from kvcluster.transfers.layouts import kind_of
 
 _WORDS: dict[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

@@ -32,8 +32,8 @@ from kvcluster.transfers.plan_messages import (
 )
 from kvcluster.transfers.plan_runner import Job
 from kvcluster.transfers.read_ranges import ReadRanges
-from kvcluster.transfers.results import Loaded
 from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
 
 

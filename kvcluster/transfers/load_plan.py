@@ -11,6 +11,11 @@ exchange goes on. Layers that do not match their checksums are read from another
 An event that names an exchange or a question which is over changes nothing: answers may be late. An executor sends one
 ReadEnded for each StartRead that it was not told to stop as a whole, and one ReadStopped for each StopRead, within one
 chunk. Only executors count how far the load has come (load_progress.py); the plan reads it there.
+
+Shares: how the pages written to or read from one shard are divided among parallel exchanges.
+
+A transport says how many parallel exchanges with one shard are fastest (base.DataPath, `streams`). Each exchange gets a
+run of consecutive pages, so that its pages keep the order of their use. This module only does arithmetic over sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +32,6 @@ from kvcluster.core.messages import ShardAddress, TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import INGEST
-from kvcluster.transfers.exchange_split import split_among_exchanges
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.pieces import Piece, PieceList, sizes
 from kvcluster.transfers.plan_messages import (
@@ -50,6 +54,28 @@ from kvcluster.transfers.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Per
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.retry import Alternatives, Question, RetryPlan
 from kvcluster.transport.base import Streams
+
+
+def split_among_exchanges(sizes: Sequence[int], most: int, longest: int | None = None) -> list[range]:
+    """Divides `sizes` into consecutive runs of about the same number of bytes; none is empty. Returns at most `most`
+    runs: more than one only of STREAM_BYTES each, and more than two only of WIDE_STREAM_BYTES each. A page is not
+    divided. A run of more than `longest` pages is divided once more."""
+    total = sum(sizes)
+    wide = max(2, total // limits.WIDE_STREAM_BYTES)
+    ways = max(1, min(most, wide, len(sizes), total // limits.STREAM_BYTES))
+    runs: list[range] = []
+    start = done = 0
+    for stop, size in enumerate(sizes, 1):
+        done += size
+        number = len(runs) + 1
+        if done * ways >= total * number or len(sizes) - stop == ways - number:
+            runs.append(range(start, stop))
+            start = stop
+    assert sum(map(len, runs)) == len(sizes) and len(runs) <= ways
+    if longest is None:
+        return runs
+    return [run[at : at + longest] for run in runs for at in range(0, len(run), longest)]
+
 
 READERS = 32
 """Exchanges by which a client reads at once: sixteen shards with two streams each."""

@@ -15,7 +15,7 @@ from kvcluster.core.messages import ShardAddress, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.transfers.pieces import Piece, PieceList, layer_counts
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 
 
 class LoadProgress:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from kvcluster.copies.batch import (
     CopyBatch,
     CopyDirection,
+    CopyEndpoint,
     CopyItems,
     CopyRecords,
     CopyStatus,
+    RunRecords,
     encoded_layer_bytes,
 )
-from kvcluster.copies.endpoints import CopyEndpoint
-from kvcluster.copies.executor import RunRecords
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
@@ -34,10 +34,9 @@ from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.codec import RAW
-from kvcluster.transfers.batch_copies import BatchCopies
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.memory import BoundMemory
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.python_copies import BatchCopies, PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transport.base import ExchangeCopies
 

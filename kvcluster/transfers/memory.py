@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
-from kvcluster.copies.endpoints import HOST, CopyEndpoint
+from kvcluster.copies.batch import HOST, CopyEndpoint
 from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
@@ -23,13 +23,12 @@ from kvcluster.device.device import DeviceFailed
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of, bytes_at
-from kvcluster.memory.staging import Staging
 from kvcluster.transfers.array_views import array_view
 from kvcluster.transfers.footprints import BlockRows, Extent, Footprint, first_shared
-from kvcluster.transfers.layouts import Buffers, Dense, Memory
+from kvcluster.transfers.layouts import Buffers, Dense, Memory, kind_of
 from kvcluster.transfers.part_memory import Ask, Pages, PartMemory
-from kvcluster.transfers.validation import kind_of
 
 
 def bind(

@@ -11,8 +11,8 @@ from kvcluster.copies.geometry import BlockGeometry, page_layout
 from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of
-from kvcluster.memory.staging import Staging
 from kvcluster.transfers.footprints import Footprint
 
 

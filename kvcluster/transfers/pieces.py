@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 from kvcluster.core.groups import Part
+from kvcluster.core.groups import cover as choose
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, PageWants, ShardAddress, Source, TicketBody, WantKind
-from kvcluster.core.rect_cover import cover as choose
 from kvcluster.core.rows import ColumnSequence
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvcluster.core.miss import Miss
+from kvcluster.transfers.deadlines import Timer
 from kvcluster.transfers.plan_messages import Begin, Cancel, PlanTick
-from kvcluster.transfers.timer import Timer
 from kvcluster.transfers.worker_pool import WorkerPool
 
 Event = TypeVar("Event")

@@ -7,23 +7,41 @@ writing it hit the CPU cache. A store copies each record from one run of bytes, 
 has written.
 
 It needs no addresses: it is the reference for other executors, which compute addresses from the batch's geometry.
+
+The copies of one exchange of a client: a batch, and the executor that carries it out in slices.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
-from kvcluster.copies.endpoints import CpuMemory, cpu_addresses
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import (
+    BadBatch,
+    CopyBatch,
+    CopyDirection,
+    CopyExecutor,
+    CopyItems,
+    CopyStatus,
+    CpuMemory,
+    RunRecords,
+    cpu_addresses,
+    first_opened,
+)
+from kvcluster.copies.native import NativeCopies
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.device.device import DeviceFailed
+from kvcluster.device.devices import DEVICES
+from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.memory import checksum, codec
-from kvcluster.memory.staging import Staging
+from kvcluster.memory.arena import Staging
 from kvcluster.transfers.memory import BoundMemory
+from kvcluster.transport.base import Cancelled
 
 
 @dataclass(eq=False, slots=True)
@@ -148,3 +166,42 @@ def coder_of(items: CopyItems, item: int, codec_id: int) -> codec.Coder | None:
         return None
     geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]
     return codec.coder(Codec(codec_id), geometry.group, block_tokens=geometry.block_tokens, heads=heads)
+
+
+EXECUTORS: tuple[CopyExecutor, ...] = (NativeCopies(), DEVICES)
+"""The executors of all loads and stores, the fastest first. The one in Python comes after them and opens any batch
+between memory that the CPU addresses."""
+
+
+class BatchCopies:
+    """An ExchangeCopies. `carry_out(batch, run, start, stop)` calls `run` for some records and counts them.
+
+    Raises ProtocolError if the batch contradicts itself, and CallerError if no executor of this process reaches the
+    memory of both its ends; nothing has been copied then.
+    """
+
+    def __init__(
+        self, batch: CopyBatch, python: PythonCopies, carry_out: Callable[[CopyBatch, RunRecords, int, int], None]
+    ) -> None:
+        self._batch = batch
+        self._carry_out = carry_out
+        self._run_records = _opened(batch, python)
+
+    def run(self, start: int, stop: int) -> None:
+        """As ExchangeCopies. If the device has failed, the exchange ends as if it had been cancelled for that reason:
+        no shard is to blame."""
+        try:
+            self._carry_out(self._batch, self._run_records, start, stop)
+        except DeviceFailed as failed:
+            raise Cancelled(Miss(MissReason.DEVICE_LOST, str(failed))) from None
+
+
+def _opened(batch: CopyBatch, python: PythonCopies) -> RunRecords:
+    try:
+        run = first_opened((*EXECUTORS, python), batch)
+    except BadBatch as bad:
+        raise ProtocolError(f"the grant does not match the request: {bad}") from None
+    if run is not None:
+        return run
+    source, target = type(batch.source).__name__, type(batch.target).__name__
+    raise CallerError(f"nothing in this process copies from {source} to {target}: give memory that the CPU addresses")

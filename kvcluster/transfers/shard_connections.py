@@ -34,7 +34,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError, VersionError
 from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transfers.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
-from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
+from kvcluster.transport.attend_session import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
     ONE_STREAM,

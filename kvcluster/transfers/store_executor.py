@@ -1,20 +1,36 @@
 """Carries out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
 
 One thread drives each exchange, and gathers its pages from the caller's memory (store_source.py).
+
+What a store writes: its terms, and the pages of one shard with the outcome of each.
+
+The progress of a store: the outcomes of its blocks so far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
 
 from kvcluster.core import limits, messages
-from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import Attached, Decision, Done, PrepareStore, StoreGrant, StoreRun
-from kvcluster.core.miss import PURGING
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
+from kvcluster.core.messages import (
+    Attached,
+    Decision,
+    Done,
+    NewPages,
+    PrepareStore,
+    ShardAddress,
+    StoreGrant,
+    StoreRun,
+    Written,
+)
+from kvcluster.core.miss import PURGING, Loss, Miss, MissReason
 from kvcluster.core.placement import run_start
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
@@ -38,12 +54,80 @@ from kvcluster.transfers.plan_messages import (
     WriteStopped,
 )
 from kvcluster.transfers.plan_runner import Job
-from kvcluster.transfers.results import Stored
 from kvcluster.transfers.shard_connections import ShardConnections
-from kvcluster.transfers.store_pages import StoreTerms
 from kvcluster.transfers.store_source import StoreSource
+from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.here import here
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTerms:
+    """What a store writes: these `parts` of the blocks of a chain from index `first` on. `hashes[0]` is the hash of the
+    block at index `start`. Unless it is 0, the block before `first` and all of the placement run of `first` are among
+    `hashes`. `loss` is that of the prefix over which the blocks were computed. `attempt` names the ticket. A shard that
+    is full waits up to `wait_ns` for room."""
+
+    hashes: Sequence[BlockHash]
+    first: int
+    parts: tuple[tuple[int, Part], ...]
+    loss: Loss
+    attempt: Attempt
+    wait_ns: int
+    start: int = 0
+
+    @property
+    def new(self) -> tuple[BlockHash, ...]:
+        return tuple(self.hashes[self.first - self.start :])
+
+    def before(self, block: int) -> BlockHash:
+        """Returns the parent of a block, which is counted from the beginning of the chain."""
+        return self.hashes[block - 1 - self.start] if block else BlockHash(bytes(HASH_BYTES))
+
+
+@dataclass(eq=False, slots=True)
+class PagesToStore:
+    """Pages that are written to one shard by one exchange, or by several if a path breaks, with the outcome of each. An
+    attempt that broke off may still hold its pages (`doubtful`), or may have committed those that it had `taken`."""
+
+    shard: ShardAddress
+    pages: NewPages
+    blocks: Sequence[int]
+    known: list[Written | None]
+    doubtful: dict[int, None] = field(default_factory=dict)
+    taken: dict[int, None] = field(default_factory=dict)
+    nbytes: int = 0
+    pauses: int = 0
+
+    def open(self) -> list[int]:
+        """Returns the pages without an outcome, and the pending ones that an attempt of this store may still hold."""
+        return [
+            at
+            for at, written in enumerate(self.known)
+            if written is None or (written is Written.PENDING and at in self.doubtful)
+        ]
+
+    def ended(self, items: Sequence[int], outcome: Sequence[Written]) -> None:
+        """Records the outcome of an exchange of these pages."""
+        for at, written in zip(items, outcome, strict=True):
+            ours = written is Written.DUPLICATE and at in self.taken
+            self.known[at] = Written.COMMITTED if ours else written
+
+    def broke_off(self, items: Sequence[int], taken: Collection[int]) -> None:
+        """Records that an exchange of these pages ended without an outcome. `taken` are indices into `items`."""
+        self.doubtful.update(dict.fromkeys(items))
+        self.taken.update(dict.fromkeys(items[at] for at in taken))
+
+
+def pages_of(terms: StoreTerms, blocks: Sequence[int]) -> tuple[NewPages, Sequence[int]]:
+    """Returns the pages of these new blocks, and the block of each page."""
+    parts = len(terms.parts)
+    of_block = [block for block in blocks for _ in range(parts)]
+    depths = [terms.first + block for block in of_block]
+    hashes, parents = [terms.hashes[depth - terms.start] for depth in depths], [terms.before(depth) for depth in depths]
+    places, losses = list(range(parts)) * len(blocks), [terms.loss] * len(depths)
+    return NewPages(hashes, places, terms.parts, parents, depths, losses), of_block
+
 
 _PURGE_PAUSE_S = 0.05
 """Between two questions while shards carry out a purge, which takes until their next report."""
@@ -198,3 +282,66 @@ class StoreExecutor:
     def _end_ticket(self, attempt: Attempt) -> None:
         with suppress(Unavailable, KVClusterError):
             self._control.request(Done, messages.EndTicket(attempt), Deadline.after_ms(_END_TICKET_MS))
+
+
+_MISSES = {
+    Written.CORRUPT: Miss(MissReason.CORRUPT, "what arrived did not match its checksum"),
+    Written.FULL: Miss(MissReason.FULL),
+    Written.LOST: Miss(MissReason.SHARD_LOST, "the shard could not commit"),
+}
+
+
+class StoreProgress:
+    """The counts of one store. Thread-safe; they are correct at every moment."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks = self._deduplicated = self._pending = self._nbytes = 0
+        self._miss: Miss | None = None
+
+    def missed(self, miss: Miss, nbytes: int) -> None:
+        """Records that an exchange which moved `nbytes` ended without an answer. The first reason is reported."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._miss = self._miss or miss
+
+    def count(self, of_block: Sequence[int], outcome: Sequence[Written], nbytes: int) -> None:
+        """Records the outcome of an exchange that moved `nbytes`. A block counts by the worst outcome of its pages."""
+        fates: dict[int, set[Written]] = {}
+        for block, written in zip(of_block, outcome, strict=True):
+            fates.setdefault(block, set()).add(written)
+        with self._lock:
+            self._nbytes += nbytes
+            for fate in fates.values():
+                failed = next((written for written in _MISSES if written in fate), None)
+                if failed is not None:
+                    self._miss = self._miss or _MISSES[failed]
+                elif Written.PENDING in fate:
+                    self._pending += 1
+                elif Written.COMMITTED in fate:
+                    self._blocks += 1
+                else:
+                    self._deduplicated += 1
+
+    def sort(self, grant: StoreGrant) -> dict[ShardAddress, list[int]]:
+        """Returns the blocks to write to each shard, and counts the others."""
+        by_shard: dict[ShardAddress, list[int]] = {}
+        at = 0
+        with self._lock:
+            for run in grant.runs:
+                if run.decision is Decision.WRITE:
+                    assert run.shard is not None
+                    by_shard.setdefault(run.shard, []).extend(range(at, at + run.count))
+                elif run.decision is Decision.COMMITTED:
+                    self._deduplicated += run.count
+                elif run.decision is Decision.PENDING:
+                    self._pending += run.count
+                elif run.miss is not None:
+                    self._miss = self._miss or run.miss
+                at += run.count
+        return by_shard
+
+    def stored(self, why: Miss | None = None) -> Stored:
+        """Returns the outcome. `why`: the miss of a store that ends early, unless an earlier one was recorded."""
+        with self._lock:
+            return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss or why)

@@ -25,7 +25,7 @@ from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.transfers.exchange_split import split_among_exchanges
+from kvcluster.transfers.load_plan import split_among_exchanges
 from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     AskStore,
@@ -48,8 +48,7 @@ from kvcluster.transfers.plan_messages import (
     WriteStopped,
 )
 from kvcluster.transfers.policy import AskAgain, Permit, ShardPolicy
-from kvcluster.transfers.store_pages import PagesToStore, StoreTerms, pages_of
-from kvcluster.transfers.store_progress import StoreProgress
+from kvcluster.transfers.store_executor import PagesToStore, StoreProgress, StoreTerms, pages_of
 from kvcluster.transport.base import PathLost, Streams, Unavailable
 
 PAUSES_NS = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)

@@ -11,17 +11,22 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress
 
-from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import CopyEndpoint
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import (
+    CopyBatch,
+    CopyDirection,
+    CopyEndpoint,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    RunRecords,
+)
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage, NewPages
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum
-from kvcluster.transfers.batch_copies import BatchCopies
 from kvcluster.transfers.memory import BoundMemory
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.python_copies import BatchCopies, PythonCopies
 from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies
 
 _DONE = int(CopyStatus.DONE)

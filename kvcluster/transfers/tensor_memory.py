@@ -22,8 +22,8 @@ from torch import Tensor
 from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.core.groups import DTYPE_BYTES, Part
 from kvcluster.errors import CallerError
+from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import bytes_at
-from kvcluster.memory.staging import Staging
 from kvcluster.transfers.footprints import BlockRows, Extent, Footprint
 from kvcluster.transfers.part_memory import Ask, Pages, PartMemory
 

@@ -18,10 +18,9 @@ from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError
 from kvcluster.transfers.array_tensors import as_tensor, check_bits
 from kvcluster.transfers.array_views import array_view
-from kvcluster.transfers.layouts import Dense, Layers, Paged
+from kvcluster.transfers.layouts import Dense, Layers, Paged, kind_of
 from kvcluster.transfers.part_memory import Ask, PartMemory
 from kvcluster.transfers.tensor_memory import BoundLayers, Placed
-from kvcluster.transfers.validation import kind_of
 
 __all__ = ["Tensor", "bind_tensors", "page_tensor"]
 

@@ -18,10 +18,10 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, ProtocolError
 from kvcluster.runtime.uninterrupted import later, without_interrupt
 from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.layouts import kind_of
 from kvcluster.transfers.lease_keeper import LeaseKeeper
 from kvcluster.transfers.long_chains import ChainPreparer
 from kvcluster.transfers.unpicklable import Unpicklable
-from kvcluster.transfers.validation import kind_of
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.frames import TICKET_VERSION, decode_ticket, encode_ticket
 

@@ -29,6 +29,8 @@ from kvcluster.runtime.threads import be_nice
 from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transfers.bandwidth import BandwidthEstimator
 from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.deadlines import Timer
+from kvcluster.transfers.layouts import check_open
 from kvcluster.transfers.load_executor import LoadExecutor
 from kvcluster.transfers.load_plan import READERS, LoadPlan
 from kvcluster.transfers.load_progress import LoadProgress
@@ -37,15 +39,10 @@ from kvcluster.transfers.pieces import plan_pieces
 from kvcluster.transfers.plan_messages import LoadEffect, LoadEvent, StoreEffect, StoreEvent
 from kvcluster.transfers.plan_runner import PlanRunner
 from kvcluster.transfers.policy import ShardPolicy
-from kvcluster.transfers.results import Loaded, Stored
 from kvcluster.transfers.shard_connections import ShardConnections
-from kvcluster.transfers.store_executor import StoreExecutor
-from kvcluster.transfers.store_pages import StoreTerms
+from kvcluster.transfers.store_executor import StoreExecutor, StoreProgress, StoreTerms
 from kvcluster.transfers.store_plan import WRITERS, StorePlan
-from kvcluster.transfers.store_progress import StoreProgress
-from kvcluster.transfers.timer import Timer
-from kvcluster.transfers.transfer import Transfer
-from kvcluster.transfers.validation import check_open
+from kvcluster.transfers.transfer import Loaded, Stored, Transfer
 from kvcluster.transfers.worker_pool import WorkerPool
 from kvcluster.transport.base import Deadline
 

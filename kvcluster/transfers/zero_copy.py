@@ -28,11 +28,11 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.runtime.uninterrupted import uninterrupted, without_interrupt
+from kvcluster.transfers.layouts import check_open
 from kvcluster.transfers.lease_keeper import LeaseKeeper
 from kvcluster.transfers.pieces import Piece, PieceList, Pieces, each, plan_pieces
 from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transfers.unpicklable import Unpicklable
-from kvcluster.transfers.validation import check_open
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
 from kvcluster.transport.shm_views import BorrowedPages, NotLent

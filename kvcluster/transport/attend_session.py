@@ -4,7 +4,21 @@ The lease begins on the compute thread, after the wait, and ends with the comput
 span is pinned. A compute is done in pieces. Between two of them other tenants have their turn, the deadline is looked
 at, and the lease is renewed from time to time, so a compute that is too long for either ends after the piece that it is
 in; the native core looks at the deadline within one, too. What was computed counts only if the lease has lasted: pages
-whose lease has ended may have been written over."""
+whose lease has ended may have been written over.
+
+The worker's interface to remote attention: what a transport to a shard can do beside moving pages.
+
+Spans are registered over gRPC, as all control is. The query and its results go over tcp, shm or within the process;
+gRPC itself carries none, because each of its messages is copied twice on either side.
+
+An Attend over a framed socket, both halves: one frame with the query, one with the results.
+
+    -> ATTEND AttendRequest, query   <- PARTIALS AttendReply, results     or REFUSED in the place of PARTIALS
+
+The bytes of query and results follow their frames, out of the memory that they lie in. How many follow is known from
+the frame, and bounded there. The memory of a query grows as its bytes arrive. Query and results are charged to the
+tenant until the results are sent; a tenant that has its share is declined, and its query is dropped as it arrives.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +27,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from kvcluster.core.ids import Attempt, SpanId, Tenant
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, NamespaceId, SpanId, Tenant
 from kvcluster.core.messages import (
+    AttendAnswer,
     AttendDeclined,
     Attended,
     AttendRequest,
@@ -23,6 +40,7 @@ from kvcluster.core.messages import (
     PageKey,
     Refused,
     RefusedKind,
+    RegisterSpans,
     Request,
     SpanMiss,
     SpanPages,
@@ -31,10 +49,45 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
-from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, PageHost, RefusedByShard, Unavailable
+from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, PageHost, RefusedByShard, Unavailable, decoded
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
+from kvcluster.transport.framed_socket import FramedSocket
+from kvcluster.transport.listener import bounded
 from kvcluster.transport.sessions import ExchangeSession
+from kvcluster.wire import shard, socket_frames
+from kvcluster.wire.socket_frames import FrameKind
+
+ATTEND_PATHS = ("tcp", "shm")
+"""The transports between processes that carry queries."""
+
+
+class NotAttending(Exception):
+    """The transport in use carries no queries. The text says which it is, and why no other is in use."""
+
+
+class SpanResults(NamedTuple):
+    """A shard's answer, and, if it is Attended, the bytes of the results."""
+
+    answer: AttendAnswer
+    data: memoryview
+
+
+@runtime_checkable
+class RegistersSpans(Protocol):
+    """A control path over which spans are registered."""
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        """Registers and ends spans. Raises Unavailable, or RefusedByShard."""
+
+
+@runtime_checkable
+class Attends(Protocol):
+    """A data path over which a shard is asked to attend."""
+
+    def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        """Has the shard attend to registered spans; `query` has exactly the bytes that the request describes. Raises
+        Unavailable, RefusedByShard or ProtocolError; NotAttending from a transport whose path in use is another."""
+
 
 _NOTHING = memoryview(b"")
 
@@ -167,3 +220,30 @@ class AttendSession(ExchangeSession[AttendRequest]):
         for why in self.lacking.values():
             missed[why.value] = missed.get(why.value, 0) + 1
         return ExchangeSummary(*named, ExchangeResult.DONE, seconds, pages, missed=missed)
+
+
+def ask_to_attend(link: FramedSocket, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+    """Returns the shard's answer and its results. Raises RefusedByShard, after which the connection can be used again;
+    Unavailable or ProtocolError, after which it cannot."""
+    assert query.nbytes == shard.query_bytes(request), "the query is not the one that the request describes"
+    body = socket_frames.encode_attend(request, deadline.remaining_ns())
+    link.send(FrameKind.ATTEND, body, deadline, [query] if query.nbytes else [])
+    kind, body = link.receive(FrameKind.PARTIALS, FrameKind.REFUSED, deadline=deadline)
+    if kind is FrameKind.REFUSED:
+        raise RefusedByShard(socket_frames.decode_refused(body))
+    answer = shard.decode_attend_answer(body)
+    return SpanResults(answer, link.receive_new(answer.nbytes if isinstance(answer, Attended) else 0, deadline))
+
+
+def serve_attend_frames(host: PageHost, path: str, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+    """Serves one Attend, whose ATTEND frame has this body: an Exchange (listener.py)."""
+    request, remaining_ns = decoded(host, tenant, socket_frames.decode_attend, body)
+    deadline = bounded(remaining_ns)
+    nbytes = shard.query_bytes(request)
+    if link.requests.try_take(max(nbytes, min(shard.result_bytes(request), limits.ATTEND_BYTES))):
+        query = link.receive_new(nbytes, deadline)
+        answer, data = serve_attend(host, tenant, request, query, deadline, path=path)
+    else:
+        link.skip(nbytes, deadline)
+        answer, data = decline_busy(host, tenant, request, "queries of this tenant hold its share of memory", path=path)
+    link.send(FrameKind.PARTIALS, shard.encode_attend_answer(answer), deadline, [data] if data.nbytes else [])

@@ -31,7 +31,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CredentialError, ProtocolError
-from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
+from kvcluster.transport.attend_session import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.base import (
     Cancelled,
     DataPath,

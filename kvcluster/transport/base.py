@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from kvcluster.copies.batch import CopyRecords
-from kvcluster.copies.endpoints import CopyEndpoint
+from kvcluster.copies.batch import CopyEndpoint, CopyRecords
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
@@ -32,7 +31,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.device.device import Device
 from kvcluster.errors import KVClusterError, Unreachable
-from kvcluster.memory.page_bytes import PageBytes
+from kvcluster.memory.region import PageBytes
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
 R = TypeVar("R")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import grpc
 
-from kvcluster.copies.endpoints import HOST
+from kvcluster.copies.batch import HOST
 from kvcluster.core import limits
 from kvcluster.core.ids import Caller, NamespaceId
 from kvcluster.core.messages import (
@@ -42,11 +42,15 @@ from kvcluster.transport.base import (
     Unavailable,
     decoded,
 )
-from kvcluster.transport.exchange_copies import arrived_records, lay_out
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
-from kvcluster.transport.sessions import ReadSession, WriteSession
-from kvcluster.transport.shard_questions import ShardQuestions
-from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
+from kvcluster.transport.sessions import ReadSession, ShardQuestions, WriteSession
+from kvcluster.transport.worker_exchange import (
+    RequestedLayers,
+    arrived_records,
+    check_answer_length,
+    lay_out,
+    outgoing_records,
+)
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
 

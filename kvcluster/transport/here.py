@@ -7,7 +7,7 @@ import socket
 from functools import cache
 from pathlib import Path
 
-from kvcluster.core.locality import host_text
+from kvcluster.core.placement import host_text
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NAMESPACE = "/proc/self/ns/net"

@@ -2,10 +2,25 @@
 thread.
 
 It knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS connections
-(core/shares.py), or fewer if the process has few descriptors (descriptors.py); one more gets an error and is closed.
+(core/shares.py), or fewer if the process has few descriptors; one more gets an error and is closed.
 Connections whose credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further
 one ends the oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time.
 An error raised by `serve` ends its connection, and is sent to the other side if possible.
+
+What listens at an address that does not answer as a server of ours.
+
+gRPC says of another program's server only that it does not answer, and after a while. So it is greeted here as gRPC
+does: a server of HTTP/2 sends its settings at once, most others say what they are. One that says nothing may be ours,
+and stand still.
+
+Ports to listen on: a socket that is bound to one, so that a port in use is an error of the caller and not of a
+process that starts again and again; and the first free one of a range, so that firewalls can name the range.
+
+Descriptors: how many connections each server of a process keeps, so that the process can still open its own files.
+
+A process has a limit of descriptors (`ulimit -n`). Where that is high, the bounds of limits.py hold. Where it is low,
+each server keeps at most its part, and all servers of a process leave at least three tenths for logs, disks, the arena
+and what Ray and gRPC open for themselves.
 """
 
 from __future__ import annotations
@@ -13,25 +28,52 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import random
+import resource
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from enum import Enum
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
-from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
-from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.page_session import LONGEST_NS
 from kvcluster.transport.tenant_memory import Account, TenantMemory
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import FrameKind
+
+
+class Descriptors(Enum):
+    """What takes descriptors, and the part of the limit that it may take: one in so many."""
+
+    CALLS = 4
+    """Connections of one gRPC server. A coordinator has two, for workers and for shards."""
+
+    STREAMS = 8
+    """Connections of a listener whose credential is known."""
+
+    UNKNOWN = 32
+    """Connections of a listener whose credential has not arrived."""
+
+    SCRAPES = 64
+    """Connections to the metrics port that have not sent their request; with those that have, four times as many."""
+
+    def bound(self, most: int, each: int = 1) -> int:
+        """Returns how many there may be: `most`, or fewer by the limit of this process. Each takes `each` of it."""
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if limit == resource.RLIM_INFINITY:
+            return most
+        return max(1, min(most, limit // (self.value * each)))
+
 
 log = logging.getLogger(__name__)
 
@@ -241,3 +283,80 @@ class Listener:
         error = Unavailable(Miss(MissReason.SHARD_LOST, why))
         self._refused(error)
         raise error
+
+
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+_HEADER_BYTES = 9
+_SETTINGS = 4
+_SHOWN = 60
+
+
+def check_is_ours(address: str, wait_s: float) -> None:
+    """Raises ProtocolError if what listens at `address` (host:port) says within `wait_s` that it is another program's
+    server. Returns if it is one of HTTP/2, or does not answer."""
+    said = _answer(address, wait_s)
+    if not said or (len(said) >= _HEADER_BYTES and said[3] == _SETTINGS and not any(said[5:_HEADER_BYTES])):
+        return
+    line = said.splitlines()[0][:_SHOWN].decode("ascii", errors="replace")
+    what = "an HTTP server without HTTP/2" if said.startswith(b"HTTP/") else "another program's server"
+    raise ProtocolError(
+        f"what listens at {address} is no kvcluster server but {what}, which says {line!r}: give the address of the "
+        "coordinator, as `kvcluster up` prints it"
+    )
+
+
+def _answer(address: str, wait_s: float) -> bytes:
+    """Returns the first bytes that the server sends; b"" if there is none, or it sends nothing in time."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=wait_s) as connection:
+        connection.sendall(_GREETING)
+        said = b""
+        while len(said) < _HEADER_BYTES and (more := connection.recv(4_096)):
+            said += more
+        return said
+    return b""
+
+
+T = TypeVar("T")
+
+_FREE = range(15_000, 30_000)
+"""Ports that systems give to no outgoing connection, and Kubernetes to no service. A port that is chosen here is bound
+again later, by an actor: meanwhile Ray makes a hundred connections, any of which might have got one of theirs."""
+
+_TRIES = 100
+
+_draw = random.SystemRandom()  # processes that start at the same time must not draw alike
+
+
+def first_free(ports: range, listen: Callable[[int], T]) -> T:
+    """Returns what `listen` returns for the first port that it can listen on; range(1) stands for any free port. Raises
+    the ConfigError of `listen` for the last port, with the range, if it fails for all."""
+    for port in ports[:-1]:
+        with suppress(ConfigError):
+            return listen(port)
+    try:
+        return listen(ports[-1])
+    except ConfigError as error:
+        if len(ports) == 1:
+            raise
+        raise ConfigError(f"no port from {ports[0]} to {ports[-1]} is free; of the last: {error}") from None
+
+
+def bound_socket(host: str, port: int, setting: str) -> socket.socket:
+    """Returns a socket that is bound to that port and does not listen. Port 0 is a free one, which this machine's
+    outgoing connections do not get before it is bound again. Raises ConfigError if the port is in use."""
+    if port == 0:
+        for chosen in _draw.sample(_FREE, _TRIES):
+            with suppress(ConfigError):
+                return bound_socket(host, chosen, setting)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. "
+            f"Choose another port ({setting}), or stop what listens there"
+        ) from None
+    return bound

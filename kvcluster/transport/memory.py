@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 
-from kvcluster.copies.endpoints import HOST
+from kvcluster.copies.batch import HOST
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import (
@@ -25,12 +25,10 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss
 from kvcluster.memory import checksum
 from kvcluster.memory.region import address_of
-from kvcluster.transport.attend_session import serve_attend
-from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.attend_session import SpanResults, serve_attend
 from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource
-from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records
-from kvcluster.transport.sessions import ReadSession, WriteSession
-from kvcluster.transport.shard_questions import ShardQuestions
+from kvcluster.transport.sessions import ReadSession, ShardQuestions, WriteSession
+from kvcluster.transport.worker_exchange import granted_records, open_store, reserved_records
 from kvcluster.wire.shm_frames import Places, wanted_sums
 
 

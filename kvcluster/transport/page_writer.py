@@ -14,9 +14,9 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, PageSlot
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum
-from kvcluster.memory.page_bytes import PageBytes
+from kvcluster.memory.region import PageBytes
 from kvcluster.transport.base import Payload, read_whole
-from kvcluster.transport.exchange_copies import RecordSink
+from kvcluster.transport.worker_exchange import RecordSink
 
 
 class _Page:

@@ -21,12 +21,12 @@ from typing import Protocol
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HASH_BYTES, Attempt, Epoch, NamespaceId
-from kvcluster.core.locality import may_share_memory, same_node
 from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.placement import may_share_memory, same_node
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Unavailable
-from kvcluster.transport.exchange_copies import RecordSink
+from kvcluster.transport.worker_exchange import RecordSink
 from kvcluster.transports import BY_NAME
 
 TRY_MS = 1_000

@@ -29,8 +29,8 @@ from kvcluster.errors import (
 )
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
-from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.forks import FORKS
+from kvcluster.transport.listener import Descriptors
 from kvcluster.wire.methods import Method, Question
 from kvcluster.wire.versions import METADATA, OURS, agreed_version, clock_in, versions_in
 
@@ -55,7 +55,7 @@ _CUT_OFF = Miss(MissReason.SHARD_LOST, "this client is closed")
 def server_options(message_bytes: int) -> list[tuple[str, int]]:
     """Returns the options of a server that accepts messages of at most `message_bytes`.
 
-    It accepts at most limits.CONNECTIONS connections, and its part of the descriptors (descriptors.py). It ends
+    It accepts at most limits.CONNECTIONS connections, and its part of the descriptors (listener.py). It ends
     connections that have not begun HTTP/2 in time, and those without a call for a minute: clients connect again with
     their next call."""
     return [

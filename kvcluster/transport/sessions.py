@@ -2,29 +2,45 @@
 
 page_session.py decides. This module waits for the core, reads frames from the arena, and receives layers.
 worker_exchange.py is the other side.
+
+The questions that all transports ask a shard in the same way: to attach, for its offers, to flush, and so on. A
+transport supplies `_ask`; loads, stores and Attends are its own.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from kvcluster.core.ids import CLUSTER, SUM_BYTES, Attempt, Tenant
+from kvcluster.core.ids import CLUSTER, SUM_BYTES, Attempt, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
+    AttachedShard,
+    AttachShard,
+    Done,
+    Flush,
+    GetOffers,
+    Offers,
+    PageKey,
     PageSlot,
     PageWants,
     ReadRequest,
+    Refused,
     RefusedKind,
+    RegisterSpans,
     Reply,
+    ShardQuestion,
+    Suspect,
     WriteRequest,
     Written,
 )
 from kvcluster.core.miss import Miss
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.transport.base import Deadline, PageHost, Payload, RefusedByShard, Unavailable
@@ -57,7 +73,7 @@ from kvcluster.transport.page_session import (
     Stopped,
 )
 from kvcluster.transport.page_writer import PageWriter
-from kvcluster.transport.record_order import in_order_of_use
+from kvcluster.transport.worker_exchange import in_order_of_use
 from kvcluster.wire.frames import Record
 
 RequestT = TypeVar("RequestT", bound=SessionRequest)
@@ -323,3 +339,40 @@ class WriteSession(ExchangeSession[WriteRequest]):
         assert isinstance(committed, Committed)
         self._written = committed.outcome
         return committed.outcome
+
+
+R = TypeVar("R", bound=Reply)
+
+
+class ShardQuestions(ABC):
+    """The control questions of a Transport, over `_ask` of the class that inherits them."""
+
+    @abstractmethod
+    def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        """Returns the shard's answer. Raises Unavailable if none comes by the deadline."""
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+        return _expected(AttachedShard, self._ask(AttachShard(spec), deadline))
+
+    def offers(self, deadline: Deadline) -> Offers:
+        """Which data paths the shard serves beside this one. Raises Unavailable, or RefusedByShard."""
+        return _expected(Offers, self._ask(GetOffers(), deadline))
+
+    def flush(self, deadline: Deadline) -> bool:
+        wait_ns = int(deadline.remaining_s() * 0.9e9)  # leaves time for the shard's answer if it waits in vain
+        return self._ask(Flush(wait_ns), deadline) == Done(True)
+
+    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
+        _expected(Done, self._ask(Suspect(epoch, tuple(keys)), deadline, namespace))
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        """As RegistersSpans."""
+        _expected(Done, self._ask(message, deadline, namespace))
+
+
+def _expected(kind: type[R], answer: Reply) -> R:
+    """Returns an answer of this type. Raises RefusedByShard."""
+    if isinstance(answer, Refused):
+        raise RefusedByShard(answer)
+    assert isinstance(answer, kind)
+    return answer

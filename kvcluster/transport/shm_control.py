@@ -23,10 +23,9 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.device.device import Allocation, Device, DeviceFailed, NoMemory
 from kvcluster.device.endpoints import RegisteredMemory
 from kvcluster.errors import ProtocolError
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.transport.attend_frames import ask_to_attend
-from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.attend_session import SpanResults, ask_to_attend
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.thread_start import start_thread

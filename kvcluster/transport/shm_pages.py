@@ -14,7 +14,7 @@ reading alone, and is granted pages of it: a batch of its own. Either is carried
     pool    -> POOL   <- POOL                                              before the first load from there
     load    -> READ   <- GRANT  -> RENEW ..., DONE
     store   -> WRITE  <- GRANT  -> WRITTEN or RENEW ..., DONE  <- TAIL     or ABORT in the place of DONE
-    attend  -> ATTEND <- PARTIALS                                          (attend_frames.py)
+    attend  -> ATTEND <- PARTIALS                                          (attend_session.py)
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ import os
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 
-from kvcluster.copies.batch import CopyRecords
-from kvcluster.copies.endpoints import CopyEndpoint, MappedMemory
+from kvcluster.copies.batch import CopyEndpoint, CopyRecords, MappedMemory
 from kvcluster.core import limits
-from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
+from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.device.device import Device, DeviceFailed, NoMemory
 from kvcluster.device.devices import DEVICES
@@ -36,13 +35,20 @@ from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.memory.codec import RAW
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
-from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records, split_places
+from kvcluster.transport.listener import TenantOf
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
+from kvcluster.transport.shm_server import ShmHost, ShmServer
 from kvcluster.transport.shm_views import BorrowedPages, borrow
-from kvcluster.transport.worker_exchange import check_answer_length
+from kvcluster.transport.worker_exchange import (
+    check_answer_length,
+    granted_records,
+    open_store,
+    reserved_records,
+    split_places,
+)
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Places, Progress
 from kvcluster.wire.socket_frames import FrameKind
@@ -279,3 +285,13 @@ def _store(
             begin = stop
         else:
             control.renew(deadline)
+
+
+def open_path(offer: Offer, token: str | None) -> ShmPages:
+    """As path_selector.Opener."""
+    return ShmPages(offer.address, token, offer.protocol_version, device=offer.details.decode(errors="replace"))
+
+
+def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str, ports: range) -> ShmServer:
+    """As transport_servers.Serve. Ignores host and ports: it listens at a random abstract name."""
+    return ShmServer(host, tenant_of)

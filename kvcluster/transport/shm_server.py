@@ -26,7 +26,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Tier, WriteRequest
 from kvcluster.device.device import DeviceFailed
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
-from kvcluster.transport.attend_frames import serve_attend_frames
+from kvcluster.transport.attend_session import serve_attend_frames
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable, decoded
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket

@@ -6,7 +6,7 @@ releases its pages at once. Control (attach, flush, suspect) goes over gRPC and 
 
     load    -> READ   <- HEAD, PAGES ..., DONE
     store   -> WRITE  <- HEAD  -> PAGES ..., DONE  <- TAIL
-    attend  -> ATTEND <- PARTIALS                            (attend_frames.py)
+    attend  -> ATTEND <- PARTIALS                            (attend_session.py)
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
-from kvcluster.copies.endpoints import HOST
+from kvcluster.copies.batch import HOST
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of
-from kvcluster.memory.staging import Staging
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.transport.attend_frames import ask_to_attend, serve_attend_frames
-from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.attend_session import SpanResults, ask_to_attend, serve_attend_frames
 from kvcluster.transport.base import (
     Deadline,
     PageHost,
@@ -40,13 +39,25 @@ from kvcluster.transport.base import (
     decoded,
 )
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import arrived_records, lay_out
 from kvcluster.transport.framed_socket import FramedSocket, dial
-from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, serve_exchanges
-from kvcluster.transport.listening import bound_socket, first_free
+from kvcluster.transport.listener import (
+    Listener,
+    TenantNow,
+    TenantOf,
+    bound_socket,
+    bounded,
+    first_free,
+    serve_exchanges,
+)
 from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.sessions import ReadSession, WriteSession
-from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
+from kvcluster.transport.worker_exchange import (
+    RequestedLayers,
+    arrived_records,
+    check_answer_length,
+    lay_out,
+    outgoing_records,
+)
 from kvcluster.wire import shard, socket_frames
 from kvcluster.wire.frames import RecordHead
 from kvcluster.wire.socket_frames import FrameKind

@@ -63,9 +63,19 @@ from kvcluster.wire.fields import (
     each,
     words,
 )
-from kvcluster.wire.orders import ACK
 from kvcluster.wire.plans import COUNTS, MAYBE_PLANS, RUNS, check_cover
-from kvcluster.wire.reports import CONFIG_HASH, COUNTERS, FACTS, FINDINGS, INFO, NODE, PROTOCOL, RELEASE, codec_errors
+from kvcluster.wire.reports import (
+    ACK,
+    CONFIG_HASH,
+    COUNTERS,
+    FACTS,
+    FINDINGS,
+    INFO,
+    NODE,
+    PROTOCOL,
+    RELEASE,
+    codec_errors,
+)
 from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 

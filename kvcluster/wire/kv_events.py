@@ -35,7 +35,7 @@ import msgspec
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import TEXT_CHARS, at_most, must
 

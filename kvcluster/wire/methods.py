@@ -49,7 +49,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.errors import ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.wire import answers, coordinator, reports, shard, spans
+from kvcluster.wire import answers, coordinator, reports, shard
 from kvcluster.wire.checks import parse
 from kvcluster.wire.common import NAMESPACE
 from kvcluster.wire.fields import OneOf, Struct
@@ -197,7 +197,7 @@ SHARD: Mapping[str, Method] = _table(
         "GetOffers": (shard.GET_OFFERS, Offers),
         "Flush": (shard.FLUSH, Done),
         "Suspect": (shard.SUSPECT, Done),
-        "RegisterSpans": (spans.REGISTER_SPANS, Done),
+        "RegisterSpans": (shard.REGISTER_SPANS, Done),
         "Ping": _PING,
     },
 )

@@ -2,6 +2,10 @@
 
 A message carries thousands of events, in parallel lists for each kind of event. The list of kinds keeps their order,
 because a page may come and go within one message.
+
+The coordinator's answer to a report: the events that it has received, and the orders for the shard.
+
+To add a kind of order: a Struct, and an alternative of the protocol's `Order`.
 """
 
 from __future__ import annotations
@@ -11,33 +15,58 @@ from itertools import pairwise
 from typing import Any
 
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import (
+    EvictOrder,
     Findings,
     GoneEvent,
     Inventory,
+    LeaveReason,
     Link,
     ListeningPort,
+    Move,
+    MoveOrder,
     OrderProgress,
     PageEvent,
+    ProbeOrder,
     ProcessFacts,
+    PullOrder,
     PurgedEvent,
     Report,
+    ReportAck,
     ShardInfo,
     TierUse,
     Tombstone,
 )
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import INGEST, Tier
+from kvcluster.core.tiers import INGEST, Takes, Tier
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import TEXT_CHARS, must, numbers, text
-from kvcluster.wire.common import CODECS, DEPTHS, EPOCH, HASHES, KEYS, LOSS, NAMESPACES, SHARD, SPEC, TENANT, TIER
+from kvcluster.wire.common import (
+    ADDRESS,
+    CODEC,
+    CODECS,
+    DEPTHS,
+    EPOCH,
+    HASHES,
+    KEYS,
+    LOSS,
+    NAMESPACES,
+    NEW_PAGES,
+    SHARD,
+    SPEC,
+    TENANT,
+    TIER,
+)
 from kvcluster.wire.fields import (
     NUMBERS,
     PLAIN,
     Columns,
+    EnumField,
     Interned,
     Maybe,
+    OneOf,
     Rows,
     Scalar,
     Struct,
@@ -290,4 +319,74 @@ INVENTORY = Struct(
     pages=Rows(_PAGES, limits.INVENTORY_CHUNK, "pages in a message"),
     specs=_SPECS,
     tombstones=TOMBSTONES,
+)
+
+
+LEAVE_REASON: EnumField[LeaveReason | None] = EnumField(LeaveReason, pb.LeaveReason, "LEAVE_REASON_", unspecified=True)
+_NUMBER = amount("order number")
+
+
+def _check_pull(order: PullOrder) -> None:
+    tier = f"the {order.into.name.lower()} tier"
+    fits = order.codec is Codec.RAW or order.into.spec.takes is not Takes.RAW
+    must(fits, f"encoded pages cannot be pulled into {tier}")
+    must(order.into.spec.addressable, f"pages cannot be pulled into {tier}, only demoted into it")
+
+
+_MOVES = Columns(
+    pb.Moves,
+    Move,
+    later={"up": False},
+    namespace=NAMESPACES,
+    hash=HASHES,
+    to=TIER.column,
+    codec=CODECS,
+    keeps=NUMBERS,
+    up=NUMBERS,
+)
+_ORDER = OneOf(
+    pb.Order,
+    "an order",
+    evict=Struct(
+        pb.EvictOrder,
+        EvictOrder,
+        number=_NUMBER,
+        blocks=Rows(NAMED_BLOCKS, limits.EVICTIONS_PER_ORDER, "blocks in an order"),
+        tier=TIER,
+    ),
+    move=Struct(
+        pb.MoveOrder, MoveOrder, number=_NUMBER, moves=Rows(_MOVES, limits.MOVES_PER_ORDER, "blocks in an order")
+    ),
+    pull=Struct(
+        pb.PullOrder,
+        PullOrder,
+        _check_pull,
+        number=_NUMBER,
+        source=ADDRESS,
+        tenant=TENANT,
+        spec=SPEC,
+        pages=Rows(NEW_PAGES, limits.PULL_PAGES, "pages in an order"),
+        codec=CODEC,
+        into=TIER,
+    ),
+)
+ACK = Struct(
+    pb.ReportAck,
+    ReportAck,
+    lambda ack: check_ascending(order.number for order in ack.orders),
+    epoch=EPOCH,
+    acked=amount("stream number"),
+    inventory=PLAIN,
+    orders=Rows(each(_ORDER), limits.ORDERS_IN_FLIGHT, "orders in an answer"),
+    tombstones=TOMBSTONES,
+    drain=PLAIN,
+    leave=LEAVE_REASON,
+    probe=Maybe(
+        Struct(
+            pb.ProbeOrder,
+            ProbeOrder,
+            number=amount("number of a probe"),
+            peers=Rows(each(ADDRESS), limits.PROBED_SHARDS, "shards to try"),
+        )
+    ),
 )

@@ -35,7 +35,7 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.wire import shard, spans
+from kvcluster.wire import shard
 from kvcluster.wire.checks import check_magic, must, quantity
 from kvcluster.wire.common import REFUSED
 from kvcluster.wire.fields import in_bytes
@@ -147,7 +147,7 @@ encode_read, decode_read = _timed(shard.encode_read_request, shard.decode_read_r
 encode_write, decode_write = _timed(shard.encode_write_request, shard.decode_write_request)
 """The request of a store."""
 
-encode_attend, decode_attend = _timed(spans.encode_attend_request, spans.decode_attend_request)
+encode_attend, decode_attend = _timed(shard.encode_attend_request, shard.decode_attend_request)
 """The request of an Attend."""
 
 encode_refused, decode_refused = in_bytes(pb.Refused, REFUSED)

@@ -7,8 +7,8 @@ import socket
 import pytest
 import ray
 
-from kvcluster.actors.addresses import announced_host, reachable_host
 from kvcluster.actors.cluster import check
+from kvcluster.actors.settings import announced_host, reachable_host
 from kvcluster.config import load
 from kvcluster.errors import ConfigError
 from tests.ports import free_port

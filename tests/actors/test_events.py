@@ -14,7 +14,7 @@ from kvcluster import EventSubscriber
 from kvcluster.actors.local import LocalCluster
 from kvcluster.client.events import Event
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored
 from kvcluster.errors import ConfigError
 from tests.client.build import SPEC, kv
 from tests.ports import event_endpoints

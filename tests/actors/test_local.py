@@ -16,8 +16,8 @@ import torch
 
 import kvcluster
 from kvcluster.actors import embedded
-from kvcluster.actors.gcs import asks_for_a_token
 from kvcluster.actors.local import LocalCluster
+from kvcluster.actors.own_ray import asks_for_a_token
 from kvcluster.client import Client
 from kvcluster.core.groups import Part
 from kvcluster.core.miss import MissReason

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvcluster.actors import shard
-from kvcluster.actors.ray_watch import ends_with_ray
+from kvcluster.actors.ray_view import ends_with_ray
 from kvcluster.actors.stopping import on_sigterm
 from kvcluster.core.messages import Leave
 from kvcluster.errors import KVClusterError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcluster.actors.ray_logs import errors_in_logs, with_errors
+from kvcluster.actors.ray_view import errors_in_logs, with_errors
 
 GCS = """[2026-01-01 00:00:00,000 I 7 7] (gcs_server) gcs_server_main.cc:98: Ray cluster metadata ray_version=2.60.0
 [2026-01-01 00:00:00,001 W 7 7] (gcs_server) event.cc:1: a warning

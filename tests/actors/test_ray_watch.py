@@ -6,12 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcluster.actors.ray_watch import Absence
+from kvcluster.actors.ray_view import Absence
 
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
-from kvcluster.actors.ray_watch import ends_with_ray
+from kvcluster.actors.ray_view import ends_with_ray
 
 runs, ended = Path(sys.argv[1]), Path(sys.argv[2])
 with ends_with_ray(runs.exists, ended.touch, "Ray has ended", patience_s=float(sys.argv[3])):

@@ -36,7 +36,7 @@ from kvcluster.transport.base import Deadline, RefusedByShard
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.tcp_pages import TcpPages
 from kvcluster.wire.methods import COORDINATOR, SHARD
-from kvcluster.wire.spans import query_bytes
+from kvcluster.wire.shard import query_bytes
 from kvcluster.wire.v1 import coordinator_pb2, shard_pb2
 from tests.attacks.setting import ATTENDED
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from benchmarks.__main__ import main
 from benchmarks.codec import logits, synthetic, table
 from kvcluster.cli import picture
-from kvcluster.cli.demo_model import llama
+from kvcluster.cli.demo.engine import llama
 
 ROOT = Path(__file__).parents[2]
 HIDE = "import sys; sys.modules[{0!r}] = None; from benchmarks.__main__ import main; sys.exit(main(sys.argv[1:]))"

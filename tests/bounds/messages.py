@@ -68,7 +68,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.runtime import metrics_server
 from kvcluster.transport.grpc_pages import READ, WRITE
 from kvcluster.transport.rpc import CHANNEL_OPTIONS
-from kvcluster.wire import frames, socket_frames, spans, zmtp
+from kvcluster.wire import frames, shard, socket_frames, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.socket_frames import FrameKind
 from kvcluster.wire.versions import METADATA
@@ -383,7 +383,7 @@ def _attend_frame(place: Place) -> Iterator[tuple[str, Send]]:
 
     def send() -> str:
         request = AttendRequest(new_attempt(), place.epoch, 0, heads, dim, "float32", 1.0, rows)
-        query = bytes(spans.query_bytes(request))
+        query = bytes(shard.query_bytes(request))
         return _exchange(place, (FrameKind.ATTEND, (socket_frames.encode_attend(request, 10**10), query)))
 
     yield "valid", send

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvcluster.config import SHARD_RESOURCE, load
 from kvcluster.runtime.auth import digest, new_token
-from kvcluster.runtime.secret_file import ACTORS, derived_key
+from kvcluster.runtime.private_files import ACTORS, derived_key
 from tests.actors.processes import title
 from tests.chaos.niceness import NODE, set_niceness
 from tests.compat.processes import Process

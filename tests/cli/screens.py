@@ -24,7 +24,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.transfers.results import BlockExplanation, Lookup, PinListing, PinnedPrefix
+from kvcluster.transfers.transfer import BlockExplanation, Lookup, PinListing, PinnedPrefix
 
 MIB, GIB = 2**20, 2**30
 ADDRESS = "10.0.0.9:7070"

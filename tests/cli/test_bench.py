@@ -11,11 +11,11 @@ import pytest
 
 from kvcluster.cli import measured_paths
 from kvcluster.cli.main import main
-from kvcluster.cli.measured_memory import MeasuredMemory
+from kvcluster.cli.measured_paths import MeasuredMemory
 from kvcluster.client.client import Client
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Stored
 from tests.cli.served import Served
 from tests.cli.test_breakeven import TINY, written
 from tests.waiting import eventually

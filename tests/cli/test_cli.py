@@ -19,8 +19,7 @@ import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import CredentialError
-from kvcluster.runtime.auth import digest, new_token, token_line
-from kvcluster.runtime.token_file import parse_tokens
+from kvcluster.runtime.auth import digest, new_token, parse_tokens, token_line
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR

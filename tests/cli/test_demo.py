@@ -25,9 +25,8 @@ from kvcluster.cli.demo import far as fourth_act
 from kvcluster.cli.demo import gpu as fifth_act
 from kvcluster.cli.demo import screen as screens
 from kvcluster.cli.demo import tiers
-from kvcluster.cli.demo.engine import Engine
+from kvcluster.cli.demo.engine import Engine, llama
 from kvcluster.cli.demo.signals import Signals
-from kvcluster.cli.demo_model import llama
 from kvcluster.cli.main import main
 from kvcluster.engines.transformers import fingerprint
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.cli import main as cli
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import BlocksRemoved, Publish
+from kvcluster.core.messages.reports import BlocksRemoved, Publish
 from kvcluster.runtime import event_publisher
 from kvcluster.runtime.event_publisher import EventPublisher
 from tests.ports import free_port

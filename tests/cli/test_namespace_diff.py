@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcluster.cli.namespace_diff import kept_apart
+from kvcluster.cli.weights import kept_apart
 from kvcluster.core.messages import GetNamespaces, Namespaces
 from kvcluster.replay.core_stepper import build_request
 from tests.client.build import SPEC, spec_of

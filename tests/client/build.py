@@ -28,10 +28,10 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import RecordSource
-from kvcluster.transfers.results import Loaded, Pinned
+from kvcluster.testing.cluster import RecordSource
+from kvcluster.transfers.transfer import Loaded, Pinned
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport
-from kvcluster.transport.exchange_copies import RecordSink
+from kvcluster.transport.worker_exchange import RecordSink
 from tests.records import copied, pass_on
 
 BOUND_S = 20.0

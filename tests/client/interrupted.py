@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcluster.copies.batch import CopyBatch
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import CopyBatch, RunRecords
 from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.python_copies import PythonCopies
 

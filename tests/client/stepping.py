@@ -40,7 +40,7 @@ from kvcluster.transfers.plan_messages import (
     StopRead,
 )
 from kvcluster.transfers.policy import SILENT_SHARE, ShardPolicy
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import RefusedByShard, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 

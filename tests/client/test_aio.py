@@ -10,8 +10,8 @@ import pytest
 from kvcluster.client.client import Client
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import Stored
+from kvcluster.transfers.long_chains import Prompt
+from kvcluster.transfers.transfer import Stored
 from tests.client.build import (
     BLOCK,
     PAGE_BYTES,

@@ -14,7 +14,7 @@ import torch
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.memory import native
-from kvcluster.memory.staging import Staging
+from kvcluster.memory.arena import Staging
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.array_views import array_view
 from kvcluster.transfers.memory import bind

@@ -20,7 +20,7 @@ from kvcluster.transfers.breaker import (
     BreakerState,
     PermitNumber,
 )
-from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, Hold, Steps, kv, missed, prompt, room, same, watched_client
 from tests.client.conftest import Start

@@ -11,8 +11,8 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import BlockExplanation, Stored
+from kvcluster.transfers.long_chains import Prompt
+from kvcluster.transfers.transfer import BlockExplanation, Stored
 from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,

@@ -25,9 +25,9 @@ from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.memory import bind
 from kvcluster.transfers.pieces import plan_pieces
 from kvcluster.transfers.read_ranges import ReadRanges
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, Transport
-from kvcluster.transport.exchange_copies import RecordSink
+from kvcluster.transport.worker_exchange import RecordSink
 from tests.client.build import (
     BLOCK,
     DIM,

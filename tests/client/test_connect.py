@@ -21,7 +21,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, ConfigError, ProtocolError, Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.coordinator_client import GrpcPort
-from kvcluster.transfers.prompt import TokenArray
+from kvcluster.transfers.long_chains import TokenArray
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from tests.client.build import SPEC

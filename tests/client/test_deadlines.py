@@ -20,8 +20,8 @@ from kvcluster.errors import Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.coordinator_client import CoordinatorPort, GrpcPort
 from kvcluster.transfers.deadlines import OTHER_MS
-from kvcluster.transfers.results import Lookup, Pinned, Stored
 from kvcluster.transfers.shard_connections import OpenTransport
+from kvcluster.transfers.transfer import Lookup, Pinned, Stored
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.rpc import Connection

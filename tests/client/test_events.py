@@ -11,11 +11,11 @@ import pytest
 import zmq
 
 import kvcluster
-from kvcluster.client.event_gaps import RESTARTED
+from kvcluster.client.event_reader import RESTARTED
 from kvcluster.client.events import Event, EventSubscriber
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored, Publish
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksStored, Publish
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.event_publisher import EventPublisher
 from kvcluster.wire import kv_events

@@ -15,8 +15,8 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import RecordSource
-from kvcluster.transfers.results import Loaded, Lookup, Pinned, Stored
+from kvcluster.testing.cluster import RecordSource
+from kvcluster.transfers.transfer import Loaded, Lookup, Pinned, Stored
 from kvcluster.transport.base import Deadline, PageSource, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.build import (

@@ -8,12 +8,10 @@ from functools import partial
 
 import pytest
 
-from kvcluster.copies.batch import CopyBatch, CopyStatus
-from kvcluster.copies.endpoints import HOST, ForeignMemory
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import HOST, CopyBatch, CopyStatus, ForeignMemory, RunRecords
 from kvcluster.copies.native import NativeCopies
 from kvcluster.errors import CallerError
-from kvcluster.transfers import batch_copies, memory
+from kvcluster.transfers import memory, python_copies
 from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.python_copies import PythonCopies
 from kvcluster.transport.base import ExchangeCopies
@@ -49,7 +47,7 @@ def caught(opened: Callable[[], ExchangeCopies]) -> CopyBatch:
             batches.append(batch)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(batch_copies, "EXECUTORS", (Catches(),))
+        patched.setattr(python_copies, "EXECUTORS", (Catches(),))
         opened()
     return batches[0]
 
@@ -98,7 +96,7 @@ def test_an_executor_that_reaches_it_is_all_that_is_missing(monkeypatch: pytest.
         def run(self, batch: CopyBatch, start: int, stop: int) -> None:
             batch.status[start:stop] = bytes([CopyStatus.DONE]) * (stop - start)
 
-    monkeypatch.setattr(batch_copies, "EXECUTORS", (*batch_copies.EXECUTORS, Reaches()))
+    monkeypatch.setattr(python_copies, "EXECUTORS", (*python_copies.EXECUTORS, Reaches()))
     grant = Grant(Bench(room(BLOCKS)))
     grant.load()
     assert not any(grant.bench.ranges.left(item) for item in range(BLOCKS))

@@ -15,8 +15,8 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import BlockExplanation, Lookup, Stored
+from kvcluster.transfers.long_chains import Prompt
+from kvcluster.transfers.transfer import BlockExplanation, Lookup, Stored
 from kvcluster.transport.base import Unavailable
 from tests.client.build import (
     BLOCK,

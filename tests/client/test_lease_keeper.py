@@ -16,8 +16,8 @@ from kvcluster.errors import ProtocolError
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.lease_keeper import LeaseKeeper
-from kvcluster.transfers.results import Stored
 from kvcluster.transfers.tickets import TicketSeal
+from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Unavailable
 from tests.client.build import BOUND_S, SPEC, Hold, Port, kv, prompt, room, watched_client
 from tests.client.conftest import Start

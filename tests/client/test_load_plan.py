@@ -26,8 +26,8 @@ from kvcluster.transfers.plan_messages import (
     StopRead,
 )
 from kvcluster.transfers.policy import ASKING_SHARE
-from kvcluster.transfers.results import Loaded
 from kvcluster.transfers.retry import ROUNDS
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Cancelled, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES
 from tests.client.stepping import (

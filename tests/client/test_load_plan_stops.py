@@ -20,7 +20,7 @@ from kvcluster.transfers.plan_messages import (
     StopRead,
 )
 from kvcluster.transfers.policy import ASKING_SHARE
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS
 from tests.client.stepping import (

@@ -24,7 +24,7 @@ from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.memory import bind
 from kvcluster.transfers.pieces import Piece, plan_pieces
 from kvcluster.transfers.read_ranges import ReadRanges
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import BytesPayload, Cancelled
 from tests.client.build import (
     BLOCK,

@@ -21,9 +21,8 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.coordinator_client import CoordinatorPort
-from kvcluster.transfers.results import Loaded, Stored
-from kvcluster.transfers.store_executor import prepare_store
-from kvcluster.transfers.store_pages import StoreTerms
+from kvcluster.transfers.store_executor import StoreTerms, prepare_store
+from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transport.base import Deadline, Unavailable
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same
 from tests.client.conftest import Start

@@ -36,9 +36,9 @@ from kvcluster.testing.conformance.world import ONE, soon
 from kvcluster.transfers.layouts import Buffers
 from kvcluster.transfers.memory import bind
 from kvcluster.transfers.policy import ShardPolicy
-from kvcluster.transfers.results import Loaded, Stored
 from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transfers.store_plan import PAUSES_NS
+from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transfers.transfer_queue import TransferQueue
 from kvcluster.transport.base import Unavailable
 from tests.transport.frail import HERE, Ways, broken

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcluster.core.groups import DTYPE_BYTES, Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError, SpecError
-from kvcluster.memory.staging import Staging
+from kvcluster.memory.arena import Staging
 from kvcluster.transfers.layouts import Buffers, Dense, Layers, Paged
 from kvcluster.transfers.memory import BoundMemory, bind
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvcluster.client.metrics import WorkerCollector, watch
-from kvcluster.sequences.shipped_counter import ShippedCounter
+from kvcluster.sequences.statistics import ShippedCounter
 from kvcluster.testing import MemoryCluster
 from tests.client.build import SPEC
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import kvcluster
-from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Stored
 from tests.cli.served import Served
 
 SPEC = kvcluster.KVSpec.uniform(

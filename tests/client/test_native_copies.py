@@ -13,8 +13,16 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import HostMemory, MappedMemory
+from kvcluster.copies.batch import (
+    BadBatch,
+    CopyBatch,
+    CopyDirection,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    HostMemory,
+    MappedMemory,
+)
 from kvcluster.copies.native import NativeCopies
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane

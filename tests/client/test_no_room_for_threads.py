@@ -15,8 +15,8 @@ from kvcluster.core.ids import Attempt, Holder
 from kvcluster.core.miss import MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.deadlines import Timer
 from kvcluster.transfers.lease_keeper import LeaseKeeper
-from kvcluster.transfers.timer import Timer
 from kvcluster.transfers.worker_pool import WorkerPool
 from tests.client.build import BOUND_S, SPEC, Hold, kv, prompt, room
 

@@ -32,8 +32,8 @@ from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.policy import Permit, ShardPolicy
-from kvcluster.transfers.results import Loaded, Stored
 from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transport.base import (
     Deadline,
     PageSink,
@@ -44,7 +44,7 @@ from kvcluster.transport.base import (
     Transport,
     Unavailable,
 )
-from kvcluster.transport.exchange_copies import RecordSink
+from kvcluster.transport.worker_exchange import RecordSink
 from tests.client.build import (
     BLOCK,
     BOUND_S,

@@ -14,7 +14,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import PinnedRun
 from kvcluster.errors import CallerError, Unreachable
-from kvcluster.transfers.results import PinListing, PinnedPrefix
+from kvcluster.transfers.transfer import PinListing, PinnedPrefix
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, kv, pinned, prompt, spec_of
 from tests.client.conftest import Start
 

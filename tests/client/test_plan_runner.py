@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import pytest
 
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.deadlines import Timer
 from kvcluster.transfers.plan_messages import Begin, Cancel, PlanTick
 from kvcluster.transfers.plan_runner import Job, PlanRunner
-from kvcluster.transfers.timer import Timer
 from kvcluster.transfers.worker_pool import WorkerPool
 from tests.client.build import BOUND_S
 

@@ -15,7 +15,7 @@ import kvcluster
 from kvcluster.client.client import Client
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.long_chains import Prompt
 from tests.client.build import SPEC, kv, prompt
 from tests.client.test_misuse import CALLS
 

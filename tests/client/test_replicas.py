@@ -16,8 +16,8 @@ from kvcluster.core.messages import Explain, PageWant, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard.page import Page
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.results import Loaded
 from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from tests.client.build import (
     BOUND_S,

@@ -19,8 +19,8 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Buffers, Dense, Paged
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.long_chains import Prompt
+from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transport.base import Unavailable
 from tests.client.build import (
     BLOCK,

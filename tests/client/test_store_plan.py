@@ -32,10 +32,9 @@ from kvcluster.transfers.plan_messages import (
     WriteStopped,
 )
 from kvcluster.transfers.policy import ShardPolicy
-from kvcluster.transfers.results import Stored
-from kvcluster.transfers.store_pages import StoreTerms
+from kvcluster.transfers.store_executor import StoreProgress, StoreTerms
 from kvcluster.transfers.store_plan import WRITERS, StorePlan
-from kvcluster.transfers.store_progress import StoreProgress
+from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Streams, Unavailable
 from tests.client.build import PAGE_BYTES, SPEC
 from tests.client.stepping import (

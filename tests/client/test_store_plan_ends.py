@@ -25,7 +25,7 @@ from kvcluster.transfers.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import PAGE_BYTES
 from tests.client.stepping import DEADLINE, GIVEN_UP, LATE, LOST, SPACE, A, B, policy, refused

@@ -21,7 +21,7 @@ from kvcluster.core.shard.page import Page
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Deadline, Streams
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.build import BLOCK, BOUND_S, HEADS, LAYERS, counters, noise, prompt, room, same, shape_of, spec_of

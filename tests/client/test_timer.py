@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 
-from kvcluster.transfers.timer import Timer
+from kvcluster.transfers.deadlines import Timer
 from tests.client.build import BOUND_S
 
 FAR_NS = 3_600_000_000_000

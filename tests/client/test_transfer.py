@@ -17,8 +17,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.results import Loaded, Stored
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import Loaded, Stored, Transfer
 from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,

@@ -50,8 +50,7 @@ from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Transport
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.path_selector import Opener
-from kvcluster.transport.shm_pages import ShmPages
-from kvcluster.transport.shm_path import open_path
+from kvcluster.transport.shm_pages import ShmPages, open_path
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.shm_views import BorrowedPages
 from tests.client.build import BLOCK, BOUND_S, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same

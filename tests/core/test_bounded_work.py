@@ -4,7 +4,7 @@ Work is counted in lines of Python that are executed, which is the same on every
 load of one block, or a pin of one page. The worst instances and their states are those of worst.py. Where a limit is
 large, a part of it is stepped, and twice as much may take hardly more than twice as long.
 
-Work inside one line is not counted: the comparison of long integers in rect_cover.py, or the copy of a tuple. `python
+Work inside one line is not counted: the comparison of long integers in groups.py, or the copy of a tuple. `python
 -m tests.core.worst` shows that as time.
 """
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.observe.chain_stack import ChainStack, DistanceRun
+from kvcluster.observe.reuse_prediction import ChainStack, DistanceRun
 
 Chain = tuple[tuple[int, ...], ...]
 

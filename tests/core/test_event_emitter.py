@@ -9,8 +9,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.coordinator import event_emitter as announcing
-from kvcluster.core.coordinator.event_emitter import EventEmitter
-from kvcluster.core.coordinator.token_memory import BLOCK_BYTES
+from kvcluster.core.coordinator.event_emitter import BLOCK_BYTES, EventEmitter
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import (
     Attach,
@@ -25,7 +24,7 @@ from kvcluster.core.messages import (
     StoreGrant,
     Tier,
 )
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored
 from kvcluster.replay.core_stepper import Build, build_request
 from tests.core.lone_coordinator import LoneCoordinator, Voice
 from tests.core.samples import OURS, SPEC, THEIRS, WHOLE, attempt, chain, key, ours, pages, root

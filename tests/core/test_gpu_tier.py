@@ -12,7 +12,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Move, Report, Staged, StreamEvent, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.shard.pool import PagePool
-from kvcluster.core.shard.save_list import SaveList
+from kvcluster.core.shard.shutdown_saver import SaveList
 from tests.core.lone_coordinator import D, LoneCoordinator, Voice, beat, moved, moves
 from tests.core.lone_shard import A, B, C, LoneShard, counters, misses, pinned
 from tests.core.moving import BELOW, IN_RAM, RAW, free, left, lies

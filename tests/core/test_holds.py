@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvcluster.core.coordinator.holds import HeldBlocks
+from kvcluster.core.coordinator.tickets import HeldBlocks
 from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId, Tenant
 from tests.core.build import chain
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvcluster.core.ids import BlockHash, ShardId
-from kvcluster.core.locality import host_text, may_share_memory, name_of, same_node
-from kvcluster.core.placement import Candidate, choose
+from kvcluster.core.placement import Candidate, choose, host_text, may_share_memory, name_of, same_node
 
 POD, SIDECAR, OTHER_POD = host_text("pod-a", "m1", "7"), host_text("engine", "m1", "7"), host_text("pod-b", "m1", "8")
 ELSEWHERE = host_text("pod-a", "m2", "7")

@@ -8,24 +8,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import (
-    Tier,
-    common,
-    coordinator,
-    driver,
-    effects,
-    engines,
-    events,
-    exchange,
-    orders,
-    probe,
-    reports,
-    shard,
-)
+from kvcluster.core.messages import Tier, common, coordinator, effects, exchange, orders, reports, shard
 from kvcluster.core.miss import Loss
 from kvcluster.release import PROTOCOL_VERSION
 
-MODULES = (common, coordinator, driver, effects, engines, events, exchange, orders, probe, reports, shard)
+MODULES = (common, coordinator, effects, effects, coordinator, reports, exchange, orders, orders, reports, shard)
 NOTHING = [
     (type(value), value)
     for value in (
@@ -39,7 +26,7 @@ NOTHING = [
         Codec.RAW,
         Tier.RAM,
         orders.NO_ORDERS,
-        probe.ProcessFacts(),
+        orders.ProcessFacts(),
     )
 ]
 OTHERWISE = {

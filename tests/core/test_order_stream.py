@@ -22,7 +22,7 @@ from kvcluster.core.messages import (
     Tier,
     TierUse,
 )
-from kvcluster.core.order_stream import OrderCursor, OrderStream
+from kvcluster.core.streams import OrderCursor, OrderStream
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.pulling import others, pull, want, wanted
 from tests.core.samples import CODED, OURS, PAGE, SPEC, pages

@@ -8,8 +8,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.core.coordinator.followers import Followers, each_follower, with_follower, without_follower
-from kvcluster.core.coordinator.orphans import last_used
+from kvcluster.core.coordinator.index import Followers, each_follower, with_follower, without_follower
+from kvcluster.core.coordinator.report_handler import last_used
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Attach, Attached, PageEvent
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator, Voice, carry_out, ordered

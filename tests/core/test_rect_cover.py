@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.core.groups import Part
-from kvcluster.core.rect_cover import bits, cover
+from kvcluster.core.groups import Part, bits, cover
 from tests.core.oracle import cells, covered
 
 ranges = st.lists(st.integers(0, 6), min_size=2, max_size=2, unique=True).map(sorted)

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcluster.core import limits
 from kvcluster.core.messages import PageEvent, PageKey, StreamEvent
-from kvcluster.core.report_stream import ReportCursor, ReportStream, StreamPiece
+from kvcluster.core.streams import ReportCursor, ReportStream, StreamPiece
 from tests.core.build import gone, key, page
 
 

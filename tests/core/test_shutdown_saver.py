@@ -30,7 +30,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.shard import save_list, shutdown_saver
+from kvcluster.core.shard import shutdown_saver
 from tests.core.lone_shard import A, B, C, LoneShard, granted, inventory, pinned, report
 from tests.core.moving import BELOW, IN_RAM, ON_DISK, Q8, RAW, arrived, disk, holding, lies, lowered, on_disk, tiered
 from tests.core.samples import CODED, MIXED, OURS, SECOND, SUMS, attempt, chain, key, ours, root
@@ -263,7 +263,7 @@ def test_whatever_is_cut_off_no_block_is_saved_without_the_one_that_it_follows(
     lengths: list[int], uses: list[tuple[int, int]], room: int, batches: int, listed: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (save_list, shutdown_saver):
+        for module in (shutdown_saver, shutdown_saver):
             patch.setattr(module, "LISTED_PAGES", listed)
         patch.setattr(limits, "MOVED_PAGES", 2)
         shard = tiered(pages=32, found=disk(files=room, pages=2) if room else disk(files=1, pages=1))

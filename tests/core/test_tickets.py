@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcluster.core import limits
-from kvcluster.core.coordinator.page_writers import Place
-from kvcluster.core.coordinator.tickets import IssuedTicket, TicketBook, TicketName
+from kvcluster.core.coordinator.tickets import IssuedTicket, Place, TicketBook, TicketName
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import LoadGrant, StoreGrant
 from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder, owner, tenant

@@ -10,7 +10,7 @@ from array import array
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.coordinator.token_memory import BLOCK_BYTES, TokenMemory
+from kvcluster.core.coordinator.event_emitter import BLOCK_BYTES, TokenMemory
 from kvcluster.core.ids import HASH_BYTES, BlockHash, Caller, CallId, NamespaceId, Tenant
 from kvcluster.core.messages import Attach, Attached, PrepareStore, StoreGrant
 from kvcluster.core.spec import KVSpec

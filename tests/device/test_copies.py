@@ -15,9 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import HOST, ForeignMemory
-from kvcluster.copies.executor import CopyExecutor
+from kvcluster.copies.batch import (
+    HOST,
+    BadBatch,
+    CopyBatch,
+    CopyDirection,
+    CopyExecutor,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    ForeignMemory,
+)
 from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.copies.batch import BadBatch, CopyDirection, CopyStatus
-from kvcluster.copies.endpoints import HOST
+from kvcluster.copies.batch import HOST, BadBatch, CopyDirection, CopyStatus
 from kvcluster.core.codecs import Codec
 from kvcluster.device import devices, pool_copies
 from kvcluster.device.device import Range

@@ -22,7 +22,7 @@ from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import RegisteredMemory
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport import shm_control

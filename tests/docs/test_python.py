@@ -16,7 +16,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.events import Event
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import BlocksRemoved, Publish
+from kvcluster.core.messages.reports import BlocksRemoved, Publish
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.bandwidth import BandwidthEstimator
 from tests.client.build import SPEC, kv, prompt, room

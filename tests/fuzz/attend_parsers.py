@@ -14,7 +14,7 @@ from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError, ProtocolError
 from kvcluster.wire import socket_frames
-from kvcluster.wire.spans import query_bytes
+from kvcluster.wire.shard import query_bytes
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, message
 

@@ -28,9 +28,7 @@ from unittest.mock import patch
 
 import torch
 
-from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import HostMemory
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus, HostMemory, RunRecords
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
@@ -41,7 +39,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.region import address_of
-from kvcluster.transfers import batch_copies
+from kvcluster.transfers import python_copies
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.load_sink import LoadSink
@@ -168,8 +166,8 @@ class _Threads:
 def _executors(rng: Random, events: Counter[str]) -> Iterator[_Threads]:
     name, threads = rng.choice(("native executor", "executor in Python", "threads")), _Threads(rng, events)
     events[name] += 1
-    chosen = {"native executor": batch_copies.EXECUTORS, "threads": (threads,)}.get(name, ())
-    with patch.object(batch_copies, "EXECUTORS", chosen):
+    chosen = {"native executor": python_copies.EXECUTORS, "threads": (threads,)}.get(name, ())
+    with patch.object(python_copies, "EXECUTORS", chosen):
         yield threads
 
 

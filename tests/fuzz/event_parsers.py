@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import kv_events, zmtp
 from kvcluster.wire.kv_events import Batch, ReplayRequest

@@ -9,7 +9,7 @@ from kvcluster.core.messages import ReadRequest, WriteRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.memory import codec
-from kvcluster.wire import socket_frames, spans
+from kvcluster.wire import shard, socket_frames
 from kvcluster.wire.frames import Record, RecordHead
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, message
@@ -50,10 +50,10 @@ def stream_parsers() -> Iterator[Parser]:
     )
     yield Parser(
         "stream partials",
-        spans.decode_attend_answer,
-        lambda: trees([spans.encode_attend_answer(answer) for answer in drawn(of.attend_answers)], message),
+        shard.decode_attend_answer,
+        lambda: trees([shard.encode_attend_answer(answer) for answer in drawn(of.attend_answers)], message),
         _ERRORS,
-        spans.encode_attend_answer,
+        shard.encode_attend_answer,
     )
     yield Parser("stream pages", socket_frames.decode_pages, lambda: trees(_bodies(), _pages), _ERRORS, _write_pages)
     yield Parser("stream failure", _read_failure, lambda: trees(_failures(), _failure), _ERRORS)

@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.copies.batch import CopyStatus
 from kvcluster.core import hashing
-from kvcluster.transfers import load_sink, memory, prompt, transfer
+from kvcluster.transfers import load_sink, long_chains, memory, transfer
 from kvcluster.transfers.part_memory import Ask
 from tests.fuzz.client.fuzzer import Finding, Tally, run, run_episode
 
@@ -52,7 +52,7 @@ def test_the_same_seed_makes_the_same_calls() -> None:
 
 
 def placeholders_of_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that is bound for the end of its prompt, whatever is cached."""
+    """A load that is bound for the end of its long_chains, whatever is cached."""
 
     def bound(*given: Any, any_end: bool = False, **named: Any) -> memory.BoundMemory:
         return memory.bind(*given, **named)
@@ -81,7 +81,7 @@ def what_does_not_match_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def salts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt.hashing, "root", lambda namespace, salt, root=hashing.root: root(namespace, b""))
+    monkeypatch.setattr(long_chains.hashing, "root", lambda namespace, salt, root=hashing.root: root(namespace, b""))
 
 
 def windows_are_a_block_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.memory import codec
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ARENA_BYTES, HOST_BYTES, ONE, WatchedHost, World
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Transport
 from tests.integrity.destinations import (
     EVEN,

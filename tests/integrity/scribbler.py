@@ -21,9 +21,16 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import HostMemory, MappedMemory
-from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.batch import (
+    CopyBatch,
+    CopyDirection,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    HostMemory,
+    MappedMemory,
+    RunRecords,
+)
 from kvcluster.copies.native import NativeCopies
 from kvcluster.core.codecs import Codec
 from kvcluster.memory import checksum

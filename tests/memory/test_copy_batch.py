@@ -12,8 +12,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.copies.endpoints import HostMemory, MappedMemory
+from kvcluster.copies.batch import (
+    BadBatch,
+    CopyBatch,
+    CopyDirection,
+    CopyItems,
+    CopyRecords,
+    CopyStatus,
+    HostMemory,
+    MappedMemory,
+)
 from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided
 from kvcluster.copies.native import NativeCopies
 from kvcluster.core import limits

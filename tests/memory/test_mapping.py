@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvcluster.errors import ProtocolError
-from kvcluster.memory import mapping
+from kvcluster.memory import region
 from kvcluster.memory.arena import FILE_NAME, Arena
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 
 NBYTES = 3 * 4_096 + 5
-CHUNK = mapping._CHUNK_BYTES
+CHUNK = region._CHUNK_BYTES
 
 
 def mapped(memory: Arena, *, writable: bool) -> Mapping:
@@ -119,7 +119,7 @@ def test_what_is_to_be_written_is_populated_and_nothing_else(ranges: list[tuple[
 
 
 def test_a_kernel_that_cannot_populate_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", 99)
+    monkeypatch.setattr(region, "_MADV_POPULATE_READ", 99)
     with Arena(NBYTES) as memory:
         there = mapped(memory, writable=True)
         there.populate([0], [NBYTES])

@@ -9,8 +9,7 @@ import pytest
 from kvcluster.core.allocator import ALIGN_BYTES
 from kvcluster.memory import arena
 from kvcluster.memory.arena import Arena
-from kvcluster.memory.mapping import Mapping
-from kvcluster.memory.region import HostRegion, Region, RegionKind, address_of
+from kvcluster.memory.region import HostRegion, Mapping, Region, RegionKind, address_of
 
 
 def at(address: int, nbytes: int) -> bytes:

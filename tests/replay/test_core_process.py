@@ -6,8 +6,7 @@ import pytest
 
 from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import Answer, Done, Effect, Flush, GetStatus, Leave, Reply, Stalled, Tick
-from kvcluster.replay.core_process import CoreProcess
-from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.core_stepper import CoreProcess, build_request
 from kvcluster.replay.kernel import MS, SECOND, Clock, Kernel
 
 OURS = Tenant("ours")

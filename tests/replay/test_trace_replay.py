@@ -18,7 +18,7 @@ from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import LoadGrant, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.errors import ConfigError
-from kvcluster.replay import request_trace, trace_replay
+from kvcluster.replay import trace_replay
 from kvcluster.replay.kernel import MS
 from kvcluster.replay.replayed_cluster import TENANT, TraceCluster
 
@@ -46,7 +46,7 @@ def strangers(count: int, blocks: int) -> list[str]:
 
 
 def measured(lines: Sequence[str], *, capacity: float, host: float, shards: int = 1) -> dict[str, Any]:
-    trace = request_trace.parse(lines, "trace")
+    trace = trace_replay.parse(lines, "trace")
     return trace_replay.measure(trace, capacity=capacity, host=host, shards=shards, block_tokens=16)
 
 
@@ -117,7 +117,7 @@ def test_a_policy_is_chosen_by_name_and_keeps_what_it_values() -> None:
     # Of eight prompts two are the same ten blocks; the others come once, and five of them fill the tier.
     alike, once = range(10), (range(100 * n, 100 * n + 20) for n in range(1, 61))
     lines = [line(20_000 * n, alike if n % 8 < 2 else ids) for n, ids in enumerate(once)]
-    trace = request_trace.parse(lines, "trace")
+    trace = trace_replay.parse(lines, "trace")
     shape: dict[str, Any] = {"capacity": 0.1, "host": 0.01, "shards": 1, "block_tokens": 16}
     lru, gdsf = (trace_replay.measure(trace, **shape, eviction_policy=name) for name in ("lru", "gdsf"))
     assert (lru["eviction_policy"], gdsf["eviction_policy"]) == ("lru", "gdsf")

@@ -11,7 +11,7 @@ import zmq
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import BlocksRemoved, BlocksStored, EventStream, Publish
+from kvcluster.core.messages.reports import BlocksRemoved, BlocksStored, EventStream, Publish
 from kvcluster.runtime import event_publisher
 from kvcluster.runtime.event_publisher import EventPublisher
 from kvcluster.wire import kv_events

@@ -15,8 +15,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum, codec
 from kvcluster.runtime.replica_pull import OpenSource
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.testing.records import RecordSource
-from kvcluster.testing.rot import flip_bit
+from kvcluster.testing.cluster import RecordSource, flip_bit
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
 

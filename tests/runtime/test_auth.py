@@ -22,9 +22,9 @@ from kvcluster.runtime.auth import (
     digest,
     is_loopback,
     new_token,
+    parse_tokens,
     token_line,
 )
-from kvcluster.runtime.token_file import parse_tokens
 
 SECRET = "between the actors"
 tokens = st.text(st.characters(codec="utf-8"), min_size=1)

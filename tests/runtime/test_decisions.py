@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.errors import CredentialError
-from kvcluster.runtime.decisions import AckReader, shown
+from kvcluster.runtime.json_log import AckReader, shown
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, SPEC, kv, prompt, room

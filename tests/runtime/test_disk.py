@@ -26,7 +26,7 @@ from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPage, Recovere
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
 from kvcluster.memory import checksum
-from kvcluster.runtime import tier_io, tombstones
+from kvcluster.runtime import tier_store, tombstones
 from kvcluster.runtime.disk import DiskFolder, open_disk
 from kvcluster.runtime.volume import Identity, claim_volume, read_identity
 
@@ -137,7 +137,7 @@ class Drive:
         moves = tuple(
             PageMove(page.namespace, RED, SPEC, page.parent, page.depth, slot_of(page), into(page)) for page in pages
         )
-        return tier_io.stage(Stage(ATTEMPT, moves), Places(self.folder))
+        return tier_store.stage(Stage(ATTEMPT, moves), Places(self.folder))
 
 
 class Places:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent, Publish
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent, Publish
 from kvcluster.runtime import event_log
 from kvcluster.runtime.event_log import EventLog, Wish
 from kvcluster.wire import kv_events

@@ -9,9 +9,9 @@ import time
 import pytest
 import zmq
 
-from kvcluster.core.messages.events import AllBlocksCleared, Publish
+from kvcluster.core.messages.reports import AllBlocksCleared, Publish
 from kvcluster.errors import ConfigError
-from kvcluster.runtime import event_ports, event_publisher
+from kvcluster.runtime import event_publisher
 from kvcluster.runtime.event_publisher import EventPublisher
 from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import ReplayRequest
@@ -135,7 +135,7 @@ def test_a_reader_that_went_away_is_forgotten() -> None:
             for number in range(1_000):
                 publisher.publish(effect(number))
             eventually(lambda at=at: publisher.counters()["batches"] == at * 1_000 + 1_001)  # type: ignore[misc]
-        for _ in range(event_ports.ANSWERS + 1):
+        for _ in range(event_publisher.ANSWERS + 1):
             with connected(zmq.DEALER, publisher.replay_endpoint, waiting=1) as asking:
                 asking.send_multipart(kv_events.encode_request(ReplayRequest(0)))
                 receive(asking)

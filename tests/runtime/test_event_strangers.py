@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.messages.events import Publish
-from kvcluster.runtime import event_ports, zmtp_server
+from kvcluster.core.messages.reports import Publish
+from kvcluster.runtime import event_publisher, zmtp_server
 from kvcluster.runtime.event_publisher import EventPublisher
 from kvcluster.wire import kv_events, zmtp
 from tests.resident import resident_bytes
@@ -169,7 +169,7 @@ def test_a_peer_that_is_no_subscriber_is_disconnected(kind: bytes, sent: bytes) 
 
 
 def test_a_subscriber_that_takes_nothing_costs_one_batch_and_sees_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_ports, "SENT_BATCHES", 3)
+    monkeypatch.setattr(event_publisher, "SENT_BATCHES", 3)
     large = tuple(stored(number) for number in range(4_000))
     with (
         published(buffer_batches=1) as publisher,
@@ -209,7 +209,7 @@ def test_a_reader_that_takes_nothing_for_long_is_given_up(monkeypatch: pytest.Mo
 
 
 def test_replays_beyond_those_under_way_wait_and_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_ports, "ANSWERS", 1)
+    monkeypatch.setattr(event_publisher, "ANSWERS", 1)
     large = tuple(stored(number) for number in range(4_000))
     with published() as publisher, dialled(publisher.replay_endpoint, b"DEALER") as deaf:
         for _ in range(30):
@@ -266,4 +266,4 @@ def test_only_what_a_topic_may_begin_with_is_kept(prefix: bytes, may: bool) -> N
 def test_the_longest_topic_may_be_subscribed_to() -> None:
     longest = kv_events.encode_topic(kv_events.topic_of(stream(1, "\U0001f40e" * 1_024)))
     assert kv_events.may_begin_topic(longest)
-    assert len(longest) < event_ports.Subscribers.bounds.nbytes
+    assert len(longest) < event_publisher.Subscribers.bounds.nbytes

@@ -12,8 +12,7 @@ import pytest
 
 from kvcluster.config import LogConfig
 from kvcluster.runtime import json_log
-from kvcluster.runtime.decisions import decided, warned
-from kvcluster.runtime.json_log import TEXT_CHARS, LineBudget, set_up_log
+from kvcluster.runtime.json_log import TEXT_CHARS, LineBudget, decided, set_up_log, warned
 
 log = logging.getLogger("kvcluster.some.module")
 

@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvcluster.runtime.coordinator_host import figures_of
-from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Refusal, Sample, coordinator_samples, shard_samples
+from kvcluster.runtime.metric_samples import (
+    CallMetrics,
+    Histogram,
+    Refusal,
+    Sample,
+    ShardMetrics,
+    coordinator_samples,
+    shard_samples,
+)
 from kvcluster.runtime.metrics import BUCKETS, COORDINATOR_METRICS, METRICS, PROCESS_METRICS, SHARD_METRICS, MetricKind
 from kvcluster.runtime.metrics_server import ProcessSamples
-from kvcluster.runtime.shard_metrics import ShardMetrics
 from kvcluster.wire.methods import COORDINATOR
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.lone_shard import LoneShard

@@ -54,7 +54,6 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
-from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection, identity
@@ -62,6 +61,7 @@ from kvcluster.transport.sessions import WriteSession
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.transport.worker_exchange import RecordSink
 from kvcluster.transports import NAMES
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, kv, prompt, room

@@ -15,14 +15,14 @@ import pytest
 
 import kvcluster
 from kvcluster.actors.ray_node import end_session
-from kvcluster.runtime.private_folder import private_folder
+from kvcluster.runtime.private_files import private_folder
 
 PREFIX = "kvcluster-node-"
 
 HOLDER = """
 import sys
 from pathlib import Path
-from kvcluster.runtime.private_folder import private_folder
+from kvcluster.runtime.private_files import private_folder
 with private_folder("kvcluster-node-", Path(sys.argv[1])) as folder:
     (folder.path / "log").touch()
     print(folder.path, flush=True)

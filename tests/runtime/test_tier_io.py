@@ -18,7 +18,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum, codec
 from kvcluster.runtime.scrub import matches
-from kvcluster.runtime.tier_io import move, stage
+from kvcluster.runtime.tier_store import move, stage
 from kvcluster.transport.base import Unavailable
 
 ATTEMPT = Attempt(Holder(bytes(HOLDER_BYTES)), 7)

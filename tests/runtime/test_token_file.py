@@ -10,8 +10,16 @@ import pytest
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.errors import ConfigError, CredentialError
-from kvcluster.runtime.auth import Authenticator, Caller, authenticator, digest, token_line
-from kvcluster.runtime.token_file import LOOK_S, TokenFile, read_token_file
+from kvcluster.runtime.auth import (
+    LOOK_S,
+    Authenticator,
+    Caller,
+    TokenFile,
+    authenticator,
+    digest,
+    read_token_file,
+    token_line,
+)
 
 SECRET = "between the actors"
 

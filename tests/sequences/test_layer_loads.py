@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.layer_loads import LayerLoads
+from kvcluster.sequences.layer_query import LayerLoads
 from kvcluster.sequences.step_lock import StepLock
 from kvcluster.transport.base import Deadline
 from tests.client.build import SPEC

@@ -44,7 +44,7 @@ from kvcluster.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanCh
 from kvcluster.sequences.batch_attention import BatchAttention
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.split_transport import SplitTransport
-from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from kvcluster.transport.memory import MemoryTransport

@@ -14,9 +14,9 @@ import torch
 
 from kvcluster.client import Client
 from kvcluster.errors import CallerError, ResidentSetFull
+from kvcluster.sequences.remote_attention import ShardFailure, Shipment
 from kvcluster.sequences.resources import SequenceResources
 from kvcluster.sequences.sequence import Sequence
-from kvcluster.sequences.shipment import ShardFailure, Shipment
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
 from tests.client.conftest import Start

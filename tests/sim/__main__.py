@@ -31,7 +31,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.command_parser import positive
 from kvcluster.errors import KVClusterError
 from tests.sim import runner
 

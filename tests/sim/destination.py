@@ -14,7 +14,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.pieces import Piece
-from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Loaded
 from tests.sim.violation import require
 
 Place = tuple[int, int, int, int]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvcluster.core.messages import Effect
-from kvcluster.replay.core_process import CoreProcess
-from kvcluster.replay.core_stepper import Build, Core
+from kvcluster.replay.core_stepper import Build, Core, CoreProcess
 from kvcluster.replay.kernel import Clock, Process, Promise
 from tests.sim.network import Server
 from tests.sim.surroundings import Surroundings

@@ -12,7 +12,7 @@ from __future__ import annotations
 from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Publish, Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
 
 Blocks = dict[tuple[NamespaceId, Tier], set[BlockHash]]
 """The blocks in each tier of each namespace. Empty sets are left out."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.messages import Publish
-from kvcluster.core.messages.events import BlocksStored
+from kvcluster.core.messages.reports import BlocksStored
 from tests.sim import content
 from tests.sim.event_picture import EventPicture, indexed
 from tests.sim.violation import require

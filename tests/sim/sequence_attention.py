@@ -1,9 +1,9 @@
 """A user that attends to its sequences at the shards that have them, and grows, forks and cuts them meanwhile.
 
-What is under test is real: which cuts go where (ship_plan.py), what shards are told (remote_spans.py), what counts as
-a step (shipment.py), and at the shard its registry and its sessions. Scaled down are positions: one token here stands
-for many, so that two blocks are a cut. Attention itself is not computed. Judged is what it would have been computed
-from: each block that is attended to, once, with the bytes of what was appended.
+What is under test is real: which cuts go where (ship_plan.py), what shards are told (remote_spans.py), what counts as a
+step (remote_attention.py), and at the shard its registry and its sessions. Scaled down are positions: one token here
+stands for many, so that two blocks are a cut. Attention itself is not computed. Judged is what it would have been
+computed from: each block that is attended to, once, with the bytes of what was appended.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from kvcluster.replay.kernel import MS, Script
 from kvcluster.sequences.attend_planner import SpanChoice
 from kvcluster.sequences.block_table import ABSENT
 from kvcluster.sequences.blocks import SequenceBlock
+from kvcluster.sequences.remote_attention import ShardFailure, ShardResults, Shipment
 from kvcluster.sequences.remote_spans import RemoteSpans
 from kvcluster.sequences.ship_plan import (
     AskedRow,
@@ -43,7 +44,6 @@ from kvcluster.sequences.ship_plan import (
     ship_plan,
     shippable_cuts,
 )
-from kvcluster.sequences.shipment import ShardFailure, ShardResults, Shipment
 from kvcluster.sequences.state import SequenceState
 from kvcluster.transport.base import Deadline
 from tests.sim import content

@@ -1,8 +1,8 @@
 """A shard's process: what runtime/shard_host.py does, on simulated time and memory.
 
 Effects end here. One script at a time carries reports to the coordinator, and a revoked lease stops its session. Pages
-are verified in the background, page by page, and moved between tiers and read from disk by tier_io.py. A Fetch brings
-pages from another shard, and Leave ends the process.
+are verified in the background, page by page, and moved between tiers and read from disk by tier_store.py. A Fetch
+brings pages from another shard, and Leave ends the process.
 """
 
 from __future__ import annotations

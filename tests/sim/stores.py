@@ -27,11 +27,9 @@ from kvcluster.transfers.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.transfers.results import Stored
-from kvcluster.transfers.store_executor import prepare_store
-from kvcluster.transfers.store_pages import StoreTerms
+from kvcluster.transfers.store_executor import StoreProgress, StoreTerms, prepare_store
 from kvcluster.transfers.store_plan import StorePlan
-from kvcluster.transfers.store_progress import StoreProgress
+from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 from tests.sim import content
 from tests.sim.client_process import ClientProcess

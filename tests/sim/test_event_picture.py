@@ -4,7 +4,7 @@ import pytest
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Publish, Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
 from tests.sim.event_picture import EventPicture
 
 SPACE = NamespaceId(bytes(32))

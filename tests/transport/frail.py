@@ -18,12 +18,12 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.testing.cluster import RecordSource
 from kvcluster.testing.conformance import World
-from kvcluster.testing.records import RecordSource
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport, Unavailable
-from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.path_selector import LEFT_ALONE_NS
+from kvcluster.transport.worker_exchange import RecordSink
 from tests.records import copied, pass_on
 
 HERE = "this host"

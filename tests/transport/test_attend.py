@@ -55,16 +55,15 @@ from kvcluster.runtime import shard_host
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.attend_frames import ask_to_attend
-from kvcluster.transport.attending import Attends, SpanResults
+from kvcluster.transport.attend_session import Attends, SpanResults, ask_to_attend
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.wire import shard as wire
 from kvcluster.wire import socket_frames
-from kvcluster.wire import spans as wire
 from kvcluster.wire.socket_frames import FrameKind
 from tests.resident import resident_bytes
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from kvcluster.testing.conformance.world import BOUND_S, ONE, TWO
-from kvcluster.transport.descriptors import Descriptors
+from kvcluster.transport.listener import Descriptors
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import FrameKind
 from tests.transport.peers import token

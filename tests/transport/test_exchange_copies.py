@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcluster.copies.batch import CopyRecords
-from kvcluster.copies.endpoints import HostMemory
+from kvcluster.copies.batch import CopyRecords, HostMemory
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
@@ -16,9 +15,9 @@ from kvcluster.core.miss import Loss
 from kvcluster.errors import ProtocolError
 from kvcluster.memory.codec import RAW
 from kvcluster.memory.region import address_of
-from kvcluster.testing.records import RecordSource
+from kvcluster.testing.cluster import RecordSource
 from kvcluster.transport.base import Payload
-from kvcluster.transport.exchange_copies import (
+from kvcluster.transport.worker_exchange import (
     RecordSink,
     granted_records,
     open_store,

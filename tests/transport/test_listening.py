@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcluster.errors import ConfigError
-from kvcluster.transport import listening
-from kvcluster.transport.listening import bound_socket
+from kvcluster.transport import listener
+from kvcluster.transport.listener import bound_socket
 
 HOST = "127.0.0.1"
 
@@ -24,8 +24,8 @@ def test_a_free_port_is_none_that_an_outgoing_connection_may_get() -> None:
 def test_a_free_port_is_one_that_nobody_listens_at(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((HOST, 0)) as other:
         taken = other.getsockname()[1]
-        monkeypatch.setattr(listening, "_FREE", [taken])
-        monkeypatch.setattr(listening, "_TRIES", 1)
+        monkeypatch.setattr(listener, "_FREE", [taken])
+        monkeypatch.setattr(listener, "_TRIES", 1)
         with bound_socket(HOST, 0, "server.port") as bound:
             assert bound.getsockname()[1] != taken
 

@@ -23,7 +23,7 @@ from kvcluster.core.shard.page import PageState
 from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError
 from kvcluster.memory import arena, checksum, codec
 from kvcluster.memory.arena import Arena
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.testing.conformance import TransportConformance, Wire, WireClaims, World, open_world
 from kvcluster.testing.conformance.content import (

@@ -17,7 +17,7 @@ from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Written
 from kvcluster.core.miss import MissReason
 from kvcluster.core.shard.page import PageState
-from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import Mapping
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store, write
 from kvcluster.testing.conformance.wire import unserved

@@ -22,7 +22,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, settings
-from kvcluster.engines.vllm.planned_kv import planned_kv
+from kvcluster.engines.vllm.registration import planned_kv
 
 BLOCK = 4
 WINDOW = 16

@@ -19,7 +19,7 @@ from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
 from kvcluster.engines.vllm.step_metadata import LoadOrder, LoadReport, StepReport, StoreOrder
 from kvcluster.transfers.layouts import Dense
-from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.long_chains import Prompt
 from tests.client.build import BOUND_S
 from tests.vllm.toy import Engine, Text, spans_of
 

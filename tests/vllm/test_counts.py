@@ -14,9 +14,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.engines.vllm import KVClusterConnector
 from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
-from kvcluster.engines.vllm.metrics import TransferStats
-from kvcluster.engines.vllm.rates import LEAST_TOKENS, PrefillRate
-from kvcluster.engines.vllm.stats import DESCRIBED, Stats
+from kvcluster.engines.vllm.stats import DESCRIBED, LEAST_TOKENS, PrefillRate, Stats, TransferStats
 from kvcluster.engines.vllm.step_metadata import LoadReport, Step, StepReport
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK, engine_config

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from kvcluster.engines.vllm import compat
-from kvcluster.engines.vllm.loads_in_flight import LoadsInFlight
-from kvcluster.engines.vllm.scheduler import SchedulerSide
-from kvcluster.engines.vllm.store_planner import StorePlanner
+from kvcluster.engines.vllm.request_state import LoadsInFlight
+from kvcluster.engines.vllm.scheduler import SchedulerSide, StorePlanner
 from kvcluster.engines.vllm.worker import WorkerSide
 from tests.vllm import differential
 

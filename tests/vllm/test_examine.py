@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.engines.vllm import compat, examine, planned_kv
+from kvcluster.engines.vllm import compat, examine, registration
 from tests.vllm.build import GEMMA, LLAMA, engine_config, kv_config, model_folder, transfer
 
 QUIET = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", "4", "--max-model-len", "256")
@@ -130,7 +130,7 @@ def test_of_a_hubs_snapshot_the_commit_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [LLAMA, GEMMA])
 def test_what_is_planned_is_what_the_connector_gets(tmp_path: Path, content: dict[str, Any]) -> None:
     model = model_folder(tmp_path / "model", content)
-    planned = compat.layout(config := engine_config(model), planned_kv.planned_kv(config))
+    planned = compat.layout(config := engine_config(model), registration.planned_kv(config))
     assert planned == compat.layout(config, kv_config(config))
 
 

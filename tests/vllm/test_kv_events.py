@@ -12,11 +12,11 @@ import pytest
 import zmq
 from vllm.distributed import kv_events as theirs
 
-from kvcluster.client.event_gaps import RESTARTED
+from kvcluster.client.event_reader import RESTARTED
 from kvcluster.client.events import Event, EventSubscriber
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream
 from kvcluster.wire import kv_events
 from tests.client.test_events import BOUND_S
 from tests.runtime.events import block, connected, effect, published, receive, stream

@@ -21,8 +21,8 @@ from kvcluster.engines.vllm import compat, kv_format
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.errors import CallerError
+from kvcluster.memory.arena import Staging
 from kvcluster.memory.codec import coder
-from kvcluster.memory.staging import Staging
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.memory import BoundMemory, bind
 from tests.client.build import noise, prompt

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError
 from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest

@@ -49,7 +49,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.errors import CallerError, LimitError, ProtocolError, VersionError
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.wire import answers, common, orders, shard
+from kvcluster.wire import answers, common, reports, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method, VersionQuestion
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.wire import strategies as of
@@ -250,13 +250,13 @@ def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Meth
         (common.REFUSED_KIND, RefusedKind, common_pb2.RefusedKind),
         (answers.DECISION, Decision, coordinator_pb2.Decision),
         (shard.WRITTEN, Written, shard_pb2.Written),
-        (orders.LEAVE_REASON, LeaveReason, coordinator_pb2.LeaveReason),
+        (reports.LEAVE_REASON, LeaveReason, coordinator_pb2.LeaveReason),
     ],
 )
 def test_every_value_of_an_enum_travels_but_unspecified(codec: Any, ours: Any, theirs: Any) -> None:
     known = {name: number for name, number in theirs.items() if not name.endswith("_UNSPECIFIED")}
     assert sorted(codec.decode_all(known.values()), key=list(ours).index) == list(ours)
-    for number in {1_000} if codec is orders.LEAVE_REASON else {0, 1_000} - set(known.values()):
+    for number in {1_000} if codec is reports.LEAVE_REASON else {0, 1_000} - set(known.values()):
         with pytest.raises(ProtocolError, match=f"{ours.__name__} {number} is not known here"):
             codec.decode(number)
 

@@ -30,7 +30,7 @@ from kvcluster.cli.demo import text
 from kvcluster.cli.demo import tiers as third_act
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
-from kvcluster.runtime.private_folder import private_folder
+from kvcluster.runtime.private_files import private_folder
 
 for _name in ("ray", "torch", "transformers"):
     if importlib.util.find_spec(_name) is None:  # other processes import them

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.command_parser import positive
 from kvcluster.cli.picture import drawing
 from kvcluster.cli.report.figures import LoadLink, ReportOptions, TierSize, figures_of
 from kvcluster.cli.report.view import lines, panels
-from kvcluster.config import old_names
+from kvcluster.config import loading
 from kvcluster.config.loading import size
 from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.tiers import Tier
@@ -122,9 +122,9 @@ def _size(text: str) -> int:
 
 def _tier(text: str) -> TierSize:
     name, _, given = text.partition("=")
-    if name in old_names.TIERS:
-        old_names.warn(f"the tier {name}", old_names.TIERS[name])
-        name = old_names.TIERS[name]
+    if name in loading.TIERS:
+        loading.warn(f"the tier {name}", loading.TIERS[name])
+        name = loading.TIERS[name]
     if name not in _TIERS:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SIZE with NAME one of {', '.join(_TIERS)}")
     return TierSize(_TIERS[name], _size(given))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.cli.namespace_diff import kept_apart
+from kvcluster.cli.weights import kept_apart
 from kvcluster.core import codecs
 from kvcluster.core.breakeven import Breakeven, LinkRate
 from kvcluster.core.codecs import Codec

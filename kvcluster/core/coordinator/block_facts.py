@@ -13,15 +13,18 @@ of recurrent state (`last`). The result is in thousandths, rounded down.
 The estimate leaves out what the coordinator does not know: a spec gives no width of the model, number of query heads,
 experts, or speed of a GPU. So blocks of one model compare well, but a token-layer of a large model counts as much as
 one of a small model.
+
+Replicas first: a shard evicts copies of blocks that another shard keeps before any block that only it has.
 """
 
 from __future__ import annotations
 
 from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.messages import Tier
 from kvcluster.core.spec import KVSpec
-from kvcluster.eviction import Block
+from kvcluster.eviction import Block, EvictionPolicy
 
 CROSSOVER_TOKENS = 32_768
 """A dense layer of width h takes about 24 h^2 operations per token, and attention over n tokens 4 n h. They are equal
@@ -65,3 +68,40 @@ class BlockFacts:
         space = self._namespaces.known(block.space)
         assert space is not None, "a record of a namespace that is not known"
         return space
+
+
+_BEFORE_ALL = -1
+"""No policy's score is negative."""
+
+
+class ReplicasFirst:
+    """The eviction policy of the shard with that slot: replicas in no order, then other blocks as `policy` scores.
+
+    Of the shards that hold a block, the one that joined first keeps it, so that two do not each take the other's copy
+    for the one that stays.
+    """
+
+    def __init__(self, policy: EvictionPolicy, book: ReplicaTable, slot: int) -> None:
+        self.scores_fall = policy.scores_fall
+        self._policy = policy
+        self._book = book
+        self._slot = slot
+
+    def score(self, block: Block, now: int) -> int:
+        assert isinstance(block, BlockRecord)
+        if len(block.copies.places) > 1 and self._is_kept_elsewhere(block):
+            return _BEFORE_ALL
+        return self._policy.score(block, now)
+
+    def evicted(self, score: int, now: int) -> None:
+        if score != _BEFORE_ALL:
+            self._policy.evicted(score, now)
+
+    def _is_kept_elsewhere(self, record: BlockRecord) -> bool:
+        copies = record.copies
+        return any(
+            slot < self._slot
+            and self._book.stays(slot)
+            and all(copies.holds(slot, here.group, here.part) for here in copies.of(self._slot))
+            for slot in copies.slots
+        )

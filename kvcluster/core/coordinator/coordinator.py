@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.coordinator.admin_handler import AdminHandler
+from kvcluster.core.coordinator.admin_handler import AdminHandler, StatusHandler
 from kvcluster.core.coordinator.coordinator_state import UNKNOWN, CoordinatorState
 from kvcluster.core.coordinator.event_emitter import EventEmitter
 from kvcluster.core.coordinator.evictor import Evictor
@@ -27,7 +27,6 @@ from kvcluster.core.coordinator.record_sweeper import RecordSweeper
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.report_handler import ReportHandler
 from kvcluster.core.coordinator.sequence_handler import SequenceHandler
-from kvcluster.core.coordinator.status_handler import StatusHandler
 from kvcluster.core.coordinator.tiering import Tiering
 from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.ids import Epoch

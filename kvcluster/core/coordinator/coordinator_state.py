@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from kvcluster.config import CoordinatorConfig
-from kvcluster.core.coordinator.age_histogram import AgeHistogram
-from kvcluster.core.coordinator.block_facts import BlockFacts
+from kvcluster.core.coordinator.block_facts import BlockFacts, ReplicasFirst
 from kvcluster.core.coordinator.block_tables import BlockTables
 from kvcluster.core.coordinator.engine_registry import EngineRegistry
 from kvcluster.core.coordinator.eraser import Eraser
 from kvcluster.core.coordinator.event_emitter import EventEmitter
-from kvcluster.core.coordinator.eviction_history import EvictionHistory
+from kvcluster.core.coordinator.eviction_history import AgeHistogram, EvictionHistory
 from kvcluster.core.coordinator.eviction_queue import EvictionQueue
 from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.members import Membership
 from kvcluster.core.coordinator.namespaces import NamespaceTable
 from kvcluster.core.coordinator.pins import PinTable
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
-from kvcluster.core.coordinator.replicas_first import ReplicasFirst
 from kvcluster.core.coordinator.tickets import TicketBook
 from kvcluster.core.ids import BlockHash, Epoch, Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages.engines import EngineInfo
+from kvcluster.core.messages.coordinator import EngineInfo
 from kvcluster.core.shares import Shares
 
 RECORD_BYTES = 640

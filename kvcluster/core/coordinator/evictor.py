@@ -8,7 +8,7 @@ waits for room has less than its floor and the holder has more. Blocks that open
 (block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
 room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. The last copy of a block
 that others follow on other shards or tiers goes only if nothing else can: without it no lookup reaches them
-(orphans.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py).
+(report_handler.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from itertools import islice
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator.coordinator_state import CoordinatorState
-from kvcluster.core.coordinator.followers import each_follower
-from kvcluster.core.coordinator.index import BlockRecord
+from kvcluster.core.coordinator.index import BlockRecord, each_follower
 from kvcluster.core.coordinator.members import Member
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
 from kvcluster.core.coordinator.tenant_floors import TenantFloors, floors_bytes

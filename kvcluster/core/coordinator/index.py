@@ -6,17 +6,18 @@ reference (replica_sets.py). A lookup writes three integers into each record tha
 
 The lookup rule: boundary b (the first b blocks) is restorable if every group of the need has the blocks before b that
 its reuse rule asks for: all of them, those in the window, or the last. The answer is the longest such b.
+
+The recorded blocks that directly follow a block: none, one or many. Most have one, and then it is one reference.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.coordinator.event_emitter import EventEmitter
-from kvcluster.core.coordinator.followers import Followers, each_follower, with_follower, without_follower
 from kvcluster.core.coordinator.need_planner import NeedPlanner
 from kvcluster.core.coordinator.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.groups import Part, Reuse
@@ -25,14 +26,43 @@ from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
 from kvcluster.core.miss import Miss
 from kvcluster.eviction import USES
 
+Followers = BlockHash | dict[BlockHash, None] | None
+
+
+def with_follower(followers: Followers, block: BlockHash) -> Followers:
+    """Returns these followers with one more."""
+    if followers is None:
+        return block
+    if isinstance(followers, dict):
+        followers[block] = None
+        return followers
+    return {followers: None, block: None}
+
+
+def without_follower(followers: Followers, block: BlockHash) -> Followers:
+    """Returns these followers without one of them."""
+    if isinstance(followers, dict):
+        del followers[block]
+        return followers if len(followers) > 1 else next(iter(followers))
+    assert followers == block, "a block that followed was not noted"
+    return None
+
+
+def each_follower(followers: Followers) -> Iterable[BlockHash]:
+    """Returns the followers, in the order in which they came."""
+    if isinstance(followers, dict):
+        return followers
+    return () if followers is None else (followers,)
+
+
 COLD = 1 << 63
-"""What is taken from the stamp of an orphan (orphans.py): more than any stamp."""
+"""What is taken from the stamp of an orphan (report_handler.py): more than any stamp."""
 
 
 class BlockRecord:
     """What the coordinator knows about a block. `stamp` and `held_until` are nanoseconds of its own clock; `uses`
     counts the loads that were promised the block, up to USES, and is forgotten with the record. `followers` are the
-    blocks of this index that directly follow it. The stamp of an orphan is negative (orphans.py)."""
+    blocks of this index that directly follow it. The stamp of an orphan is negative (report_handler.py)."""
 
     __slots__ = ("copies", "depth", "followers", "hash", "held_until", "parent", "space", "stamp", "uses")
 

@@ -22,9 +22,8 @@ from kvcluster.core.coordinator.tenant_floors import StoredBytes, charged
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import EvictOrder, LeaveReason, MoveOrder, Order, PullOrder, ShardAddress, ShardInfo, Tier
-from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
-from kvcluster.core.report_stream import ReportCursor
+from kvcluster.core.streams import OrderStream, ReportCursor
 from kvcluster.core.tiers import ADDRESSABLE
 
 V = TypeVar("V")

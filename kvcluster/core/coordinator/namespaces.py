@@ -98,7 +98,7 @@ class NamespaceTable:
     ) -> None:
         self._counts_uses = counts_uses
         self.orphans: deque[tuple[NamespaceId, BlockHash]] = deque(maxlen=limits.ORPHANS)
-        """Blocks that followed one which was removed, for orphans.py."""
+        """Blocks that followed one which was removed, for report_handler.py."""
         self._page_sizes: PageSizes = {}
         self._book = book
         self.pins = pins

@@ -17,10 +17,9 @@ from typing import NamedTuple
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.groups import Part
+from kvcluster.core.groups import Part, bits, cover
 from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.rect_cover import bits, cover
 from kvcluster.core.tiers import INGEST, READ_ORDER
 
 INTERNED = 65_536

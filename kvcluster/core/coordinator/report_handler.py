@@ -3,10 +3,18 @@
 A shard is a member from its first message on, and its copies count as soon as it reports them. Its slot
 (replica_sets.py) dies when the incarnation is replaced, falls silent or sends a new inventory (record_sweeper.py).
 No message of a worker is handled here.
+
+Orphans: blocks that follow a block which is no longer recorded on any shard. No lookup reaches them.
+
+They are evicted first on every shard: their stamps are moved below all others, so that every policy finds them cold.
+When a block leaves the index, those that directly follow it are noted; here they are made cold, and those behind them
+noted in turn, a bounded number at a time. If it comes back, they become as warm as they were, as does a block that a
+load or a store touches. What was reported before the block that it follows is no orphan: that block is on its way.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,12 +22,13 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator.coordinator_state import MS, CoordinatorState
 from kvcluster.core.coordinator.evictor import Evictor
-from kvcluster.core.coordinator.members import Member
-from kvcluster.core.coordinator.orphans import Orphans, last_used
+from kvcluster.core.coordinator.index import COLD, BlockRecord, each_follower
+from kvcluster.core.coordinator.members import Member, Membership
+from kvcluster.core.coordinator.namespaces import NamespaceTable
 from kvcluster.core.coordinator.record_sweeper import RecordSweeper
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.tiering import Tiering
-from kvcluster.core.ids import Epoch, Tenant
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Answer,
     Effect,
@@ -39,8 +48,45 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.miss import MissReason
-from kvcluster.core.report_stream import ReportCursor
+from kvcluster.core.streams import ReportCursor
 from kvcluster.core.tiers import STAGING
+
+
+class Orphans:
+    """The blocks that are still to be looked at, because the one before them was removed or has come back."""
+
+    def __init__(self, namespaces: NamespaceTable, members: Membership) -> None:
+        self._namespaces = namespaces
+        self._members = members
+
+    def settle(self) -> None:
+        """Looks at up to limits.ORPHANS_PER_STEP blocks: makes orphans cold, and those warm that are none any more."""
+        waiting = self._namespaces.orphans
+        for _ in range(limits.ORPHANS_PER_STEP):
+            if not waiting:
+                return
+            self._settle(waiting, *waiting.popleft())
+
+    def _settle(self, waiting: deque[tuple[NamespaceId, BlockHash]], space_id: NamespaceId, block: BlockHash) -> None:
+        space = self._namespaces.known(space_id)
+        record = space.index.get(block) if space is not None else None
+        if space is None or record is None:
+            return
+        parent = space.index.get(record.parent)
+        cold = parent is None or parent.stamp < 0
+        if cold == (record.stamp < 0):
+            return
+        record.stamp += -COLD if cold else COLD
+        for slot, tier in record.copies.places if cold else ():
+            member = self._members.at(slot)
+            if member is not None:
+                member.cold[tier].scores_fell()
+        waiting.extend((space_id, follower) for follower in each_follower(record.followers))
+
+
+def last_used(record: BlockRecord) -> int:
+    """Returns the time of the last use of a block, also of an orphan."""
+    return record.stamp + COLD if record.stamp < 0 else record.stamp
 
 
 class ReportHandler:

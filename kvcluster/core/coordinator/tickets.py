@@ -1,22 +1,206 @@
 """Tickets: what the coordinator has promised, to which attempt, until when.
 
-A load ticket is a hold: its blocks are spared from eviction (holds.py). A store ticket names the pages that only this
-attempt may write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes
-first, and both are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is
+A load ticket is a hold: its blocks are spared from eviction. A store ticket names the pages that only this attempt
+may write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and
+both are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is
 kept with its ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store
 pending.
+
+Holds: the blocks that running load tickets keep from eviction, and the bytes of each tenant among them.
+
+A block that several tickets of a tenant hold counts once, in raw bytes, as long as one of them runs. A tenant may hold
+its share of all addressable bytes (shares.py): of a chain that takes more, the first blocks are held and the others are
+not. Those are loaded like any other if they are still there when their reader comes. A tenant without others has no
+bound.
+
+Which attempt may write which page, by the store tickets that run.
+
+A ticket gives one attempt the same parts of many blocks. So a block of one writer has an entry that all blocks of its
+store share until one of its pages has been written, and costs no more than its place in a dict. A block of several
+writers, such as the ranks of a model, has a dict of its own: however many they are, each call looks once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.coordinator.holds import HeldBlocks
-from kvcluster.core.coordinator.page_writers import PageWriters, Place
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
 from kvcluster.core.shares import HolderShares, Owner, Shares
+
+
+class _Held:
+    """The held blocks of one namespace, each with the number of tickets that hold it."""
+
+    __slots__ = ("block_bytes", "counts", "tenant")
+
+    def __init__(self, tenant: Tenant, block_bytes: int) -> None:
+        self.tenant = tenant
+        self.block_bytes = block_bytes
+        self.counts: dict[BlockHash, int] = {}
+
+
+class HeldBlocks:
+    """The held blocks of all tenants."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[NamespaceId, _Held] = {}  # none without a block
+        self._bytes = Shares(0)
+
+    def held_bytes(self, tenant: Tenant) -> int:
+        return self._bytes.held(tenant)
+
+    def fitting(
+        self,
+        space: NamespaceId,
+        tenant: Tenant,
+        hashes: Sequence[BlockHash],
+        *,
+        block_bytes: int,
+        capacity_bytes: int | None,
+    ) -> int:
+        """Returns how many of these blocks, from the first on, the tenant may hold. `capacity_bytes`: all bytes, None
+        for no bound."""
+        if capacity_bytes is None:
+            return len(hashes)
+        self._bytes.most = capacity_bytes
+        room = self._bytes.room(tenant) // max(1, block_bytes)
+        if len(hashes) <= room:
+            return len(hashes)
+        held = self._spaces.get(space)
+        for at, block in enumerate(hashes):
+            if held is None or block not in held.counts:
+                if not room:
+                    return at
+                room -= 1
+        return len(hashes)
+
+    def add(self, space: NamespaceId, tenant: Tenant, hashes: Sequence[BlockHash], *, block_bytes: int) -> None:
+        """Holds these blocks for one ticket more."""
+        if not hashes:
+            return
+        held = self._spaces.get(space)
+        if held is None:
+            held = self._spaces[space] = _Held(tenant, block_bytes)
+        counts, before = held.counts, len(held.counts)
+        for block in hashes:
+            counts[block] = counts.get(block, 0) + 1
+        if len(counts) > before:
+            self._bytes.add(tenant, (len(counts) - before) * held.block_bytes)
+
+    def remove(self, space: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+        """Undoes `add`, for the end of a ticket."""
+        if not hashes:
+            return
+        held = self._spaces[space]
+        counts, before = held.counts, len(held.counts)
+        for block in hashes:
+            left = counts[block] - 1
+            if left:
+                counts[block] = left
+            else:
+                del counts[block]
+        if len(counts) < before:
+            self._bytes.remove(held.tenant, (before - len(counts)) * held.block_bytes)
+        if not counts:
+            del self._spaces[space]
+
+
+Place = tuple[int, Part]
+"""The group and the part of a page."""
+
+
+class _Writer:
+    """An attempt and the parts that it writes of each of its blocks, each with a bit of its own."""
+
+    __slots__ = ("attempt", "bits")
+
+    def __init__(self, attempt: Attempt, places: Sequence[Place]) -> None:
+        self.attempt = attempt
+        self.bits = {place: 1 << at for at, place in enumerate(dict.fromkeys(places))}
+
+    def pages(self, left: int) -> dict[Place, Attempt]:
+        """Returns the parts that have these bits, for a block of several writers."""
+        return {place: self.attempt for place, bit in self.bits.items() if left & bit}
+
+
+_Entry = tuple[_Writer, int] | dict[Place, Attempt]
+"""A block's only writer with the bits of what it has not written yet, never 0; or the writer of each page, of several.
+"""
+
+
+class PageWriters:
+    """The pages that are being written, and the attempt that each was given to last."""
+
+    def __init__(self) -> None:
+        self._spaces: dict[NamespaceId, dict[BlockHash, _Entry]] = {}  # none without a block
+
+    def begin(self, space: NamespaceId, blocks: Sequence[BlockHash], places: Sequence[Place], attempt: Attempt) -> None:
+        """Gives an attempt these parts of these blocks. It takes them over from the attempts that had them."""
+        if not blocks or not places:
+            return
+        writer = _Writer(attempt, places)
+        alone: _Entry = (writer, (1 << len(writer.bits)) - 1)
+        entries = self._spaces.setdefault(space, {})
+        for block in blocks:
+            entry = entries.setdefault(block, alone)
+            if entry is not alone:
+                pages = entry if isinstance(entry, dict) else entry[0].pages(entry[1])
+                pages.update(dict.fromkeys(places, attempt))
+                entries[block] = pages
+
+    def end(self, space: NamespaceId, blocks: Sequence[BlockHash], places: Sequence[Place], attempt: Attempt) -> None:
+        """Takes from an attempt what it may still write of these parts of these blocks, which it was given."""
+        entries = self._spaces.get(space, {})
+        for block in blocks:
+            entry = entries.get(block)
+            if isinstance(entry, dict):
+                for place in places:
+                    if entry.get(place) == attempt:
+                        del entry[place]
+                if not entry:
+                    self._drop(space, block)
+            elif entry is not None and entry[0].attempt == attempt:
+                self._drop(space, block)
+
+    def written(self, space: NamespaceId, block: BlockHash, place: Place) -> None:
+        """Forgets the writer of a page, because the page is READY."""
+        entries = self._spaces.get(space, {})
+        entry = entries.get(block)
+        if entry is None:
+            return
+        if isinstance(entry, dict):
+            entry.pop(place, None)
+            is_over = not entry
+        else:
+            writer, left = entry
+            left &= ~writer.bits.get(place, 0)
+            entries[block] = writer, left
+            is_over = not left
+        if is_over:
+            self._drop(space, block)
+
+    def writer(self, space: NamespaceId, block: BlockHash, place: Place) -> Attempt | None:
+        """Returns the attempt that may write this page now; None if there is none."""
+        entry = self._spaces.get(space, {}).get(block)
+        if isinstance(entry, dict):
+            return entry.get(place)
+        return entry[0].attempt if entry is not None and entry[1] & entry[0].bits.get(place, 0) else None
+
+    def writing(self, space: NamespaceId, block: BlockHash) -> bool:
+        """Whether any page of this block is being written."""
+        return block in self._spaces.get(space, {})
+
+    def _drop(self, space: NamespaceId, block: BlockHash) -> None:
+        """Forgets a block of which no page is being written."""
+        entries = self._spaces[space]
+        del entries[block]
+        if not entries:  # a dict keeps its size
+            del self._spaces[space]
+
 
 TicketName = tuple[Tenant, Attempt]
 """Attempts are drawn by workers, so one of a tenant names no ticket of another."""

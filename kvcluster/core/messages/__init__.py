@@ -1,6 +1,6 @@
 """Every message that goes into a core `step`, and every effect that comes out of one.
 
-A question reaches a core in a `Request` (request.py), which names the caller's tenant and the namespace; the core
+A question reaches a core in a `Request` (common.py), which names the caller's tenant and the namespace; the core
 answers it with `Answer(call, reply)`, at once or in a later step. Messages of the driver itself (Tick, Moved) come
 without a Request. Questions arrive from outside only through wire/, which has validated their shapes and bounds; the
 core asserts, and decides.
@@ -8,33 +8,35 @@ core asserts, and decides.
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, GetPins, Purge, Drain, SetPolicy,
                             GetStatus                                                 coordinator.py
-                            RegisterEngine, GetEngines, SetWeights                    engines.py
+                            RegisterEngine, GetEngines, SetWeights                    coordinator.py
                             SyncTables                                                sequences.py
-                            Probe                                                     probe.py
+                            Probe                                                     orders.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
-                            RegisterSpans, PinSpans                                   spans.py
+                            RegisterSpans, PinSpans                                   sequences.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
-                            AttendRequest                                             spans.py
+                            AttendRequest                                             sequences.py
     driver -> core          Tick, Stalled, Retell, Verified, Moved, Staged, SavePages,
-                            ReportAnswered, ReportFailed                              driver.py
+                            ReportAnswered, ReportFailed                              effects.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
                             KeepSettings, Publish, Warn, Leave                        effects.py
-    coordinator -> subscribers   Publish                                              events.py
+    coordinator -> subscribers   Publish                                              reports.py
 
 Other packages import them from here. What this file imports is all that it makes public.
 """
 
 from __future__ import annotations
 
+from kvcluster.core.groups import PageKey
 from kvcluster.core.messages.common import (
     Done,
     Need,
     Plan,
     Refused,
     RefusedKind,
+    Request,
     Run,
     ShardAddress,
     Source,
@@ -47,8 +49,11 @@ from kvcluster.core.messages.coordinator import (
     Decision,
     Drain,
     EndTicket,
+    EngineInfo,
+    Engines,
     Explain,
     Explained,
+    GetEngines,
     GetNamespaces,
     GetPins,
     GetStatus,
@@ -61,8 +66,11 @@ from kvcluster.core.messages.coordinator import (
     PrepareStore,
     Purge,
     Purged,
+    Registered,
+    RegisterEngine,
     RenewTicket,
     SetPolicy,
+    SetWeights,
     ShardStatus,
     Siblings,
     SiblingSpecs,
@@ -71,20 +79,6 @@ from kvcluster.core.messages.coordinator import (
     StoreRun,
     UnpinBlocks,
 )
-from kvcluster.core.messages.driver import (
-    Moved,
-    PagesSaved,
-    ReportAnswered,
-    ReportFailed,
-    Retell,
-    SavePages,
-    ScheduleSeen,
-    Staged,
-    Stalled,
-    Tick,
-    TierLost,
-    Verified,
-)
 from kvcluster.core.messages.effects import (
     Answer,
     Effect,
@@ -92,18 +86,28 @@ from kvcluster.core.messages.effects import (
     Fetch,
     KeepSettings,
     Leave,
+    Moved,
     MovePages,
     PageMove,
+    PagesSaved,
     Persist,
     Reply,
+    ReportAnswered,
+    ReportFailed,
+    Retell,
     Revoke,
+    SavePages,
+    ScheduleSeen,
     Send,
     Stage,
+    Staged,
+    Stalled,
+    Tick,
+    TierLost,
+    Verified,
     Verify,
     Warn,
 )
-from kvcluster.core.messages.engines import EngineInfo, Engines, GetEngines, Registered, RegisterEngine, SetWeights
-from kvcluster.core.messages.events import Publish
 from kvcluster.core.messages.exchange import (
     NewPages,
     PageWant,
@@ -113,16 +117,21 @@ from kvcluster.core.messages.exchange import (
     WantKind,
     WriteRequest,
 )
-from kvcluster.core.messages.orders import EvictOrder, Move, MoveOrder, Order, OrderProgress, PullOrder
-from kvcluster.core.messages.probe import (
+from kvcluster.core.messages.orders import (
+    EvictOrder,
     Findings,
     Link,
     ListeningPort,
+    Move,
+    MoveOrder,
+    Order,
+    OrderProgress,
     PeersTried,
     Probe,
     Probed,
     ProbeOrder,
     ProcessFacts,
+    PullOrder,
     ShardFindings,
     TryPeers,
 )
@@ -132,6 +141,7 @@ from kvcluster.core.messages.reports import (
     LeaveReason,
     PageEvent,
     ProcessInfo,
+    Publish,
     PurgedEvent,
     Report,
     ReportAck,
@@ -140,8 +150,25 @@ from kvcluster.core.messages.reports import (
     TierUse,
     Tombstone,
 )
-from kvcluster.core.messages.request import Request
-from kvcluster.core.messages.sequences import SyncTables, TableChange, TablesSynced
+from kvcluster.core.messages.sequences import (
+    AttendAnswer,
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    AttendRow,
+    DeclineReason,
+    PinSpans,
+    RegisterSpans,
+    SpanBlocks,
+    SpanGrant,
+    SpanMiss,
+    SpanPages,
+    SpansLacking,
+    SpansPending,
+    SyncTables,
+    TableChange,
+    TablesSynced,
+)
 from kvcluster.core.messages.shard import (
     Abort,
     AttachedShard,
@@ -163,23 +190,6 @@ from kvcluster.core.messages.shard import (
     WriteGrant,
     Written,
 )
-from kvcluster.core.messages.spans import (
-    AttendAnswer,
-    AttendDeclined,
-    Attended,
-    AttendRequest,
-    AttendRow,
-    DeclineReason,
-    PinSpans,
-    RegisterSpans,
-    SpanBlocks,
-    SpanGrant,
-    SpanMiss,
-    SpanPages,
-    SpansLacking,
-    SpansPending,
-)
-from kvcluster.core.page_key import PageKey
 from kvcluster.core.tiers import Tier
 
 CoordinatorQuestion = (

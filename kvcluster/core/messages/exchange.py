@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
-from kvcluster.core.groups import Part
+from kvcluster.core.groups import PageKey, Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.messages.common import Need, Run
 from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.miss import Loss
-from kvcluster.core.page_key import PageKey
 from kvcluster.core.rows import ColumnSequence, make_rows
 
 

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import PageKey
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.miss import Loss, Miss
-from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import INGEST, Tier
 from kvcluster.release import PROTOCOL_VERSION

@@ -1,6 +1,6 @@
 """Executes what the coordinator asks of a shard: carries out orders, applies the tombstones of purges, drains.
 
-Each order of the stream (order_stream.py) is accepted once and passed to the executor of its kind: evictions are
+Each order of the stream (core/streams.py) is accepted once and passed to the executor of its kind: evictions are
 carried out here at once, moves between tiers by tier_mover.py, pulls by puller.py. Tombstones and drains are not
 orders (docs/adr/0036). The tombstones of an answer are applied before its orders, which were given after the purge.
 """

@@ -24,9 +24,9 @@ from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Req
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard.leases import Lease, LeaseKind
 from kvcluster.core.shard.page import Page, PageState
-from kvcluster.core.shard.page_moves import page_move
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
 from kvcluster.core.shard.shard_state import ShardState
+from kvcluster.core.shard.tier_mover import page_move
 from kvcluster.core.shares import Shares
 from kvcluster.core.tiers import INGEST, STAGING, Tier
 

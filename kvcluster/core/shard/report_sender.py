@@ -25,8 +25,8 @@ from kvcluster.core.messages import (
     Request,
     StreamEvent,
 )
-from kvcluster.core.report_stream import Everything, ReportStream, StreamPiece
 from kvcluster.core.shard.page import Page
+from kvcluster.core.streams import Everything, ReportStream, StreamPiece
 
 MS = 1_000_000
 

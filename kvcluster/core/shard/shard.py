@@ -58,10 +58,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import LEASE_ENDED, LEAVING
 from kvcluster.core.probes import ProbeTaker
-from kvcluster.core.report_stream import StreamPiece
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.order_executor import OrderExecutor
-from kvcluster.core.shard.page_moves import PageMoves
 from kvcluster.core.shard.pin_handler import PinHandler
 from kvcluster.core.shard.puller import Puller
 from kvcluster.core.shard.report_sender import Inventoried
@@ -69,10 +67,11 @@ from kvcluster.core.shard.scrubber import Scrubber
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
 from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.core.shard.shutdown_saver import ShutdownSaver
-from kvcluster.core.shard.span_handler import SpanHandler
-from kvcluster.core.shard.tier_mover import TierMover
+from kvcluster.core.shard.span_registry import SpanHandler
+from kvcluster.core.shard.tier_mover import PageMoves, TierMover
 from kvcluster.core.shard.worker_handler import UNKNOWN, WorkerHandler
 from kvcluster.core.shard.write_handler import WriteHandler
+from kvcluster.core.streams import StreamPiece
 from kvcluster.core.tiers import INGEST
 from kvcluster.release import PROTOCOL_VERSION
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from kvcluster.config import ShardConfig
 from kvcluster.core.ids import Epoch, NamespaceId, ShardId
 from kvcluster.core.messages import Tier
-from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.report_stream import Everything
 from kvcluster.core.shard.disk_recovery import RecoveredPages, applied_tombstones
 from kvcluster.core.shard.leases import LeaseBook, OwnAttempts
 from kvcluster.core.shard.pool import PagePool
@@ -17,6 +15,7 @@ from kvcluster.core.shard.report_sender import ReportSender
 from kvcluster.core.shard.reserve_queue import ReserveQueue
 from kvcluster.core.shard.shard_namespaces import ShardNamespaces
 from kvcluster.core.shard.withdrawal import Withdrawal
+from kvcluster.core.streams import Everything, OrderCursor
 from kvcluster.core.tombstones import Tombstones
 
 _COUNTERS = (

@@ -1,5 +1,5 @@
 """The questions of workers, and of other shards that read here: whether each may be answered at all is decided here,
-before pin_handler.py, write_handler.py or span_handler.py grants anything.
+before pin_handler.py, write_handler.py or span_registry.py grants anything.
 
 A question that asks for a lease names the epoch of the shard and an attempt. It is refused if it is for another
 incarnation, if the attempt is not the worker's own or has been used, or if the worker has too many leases. A shard that
@@ -40,7 +40,7 @@ from kvcluster.core.shard.reserve_queue import lost
 from kvcluster.core.shard.scrubber import Scrubber
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
 from kvcluster.core.shard.shard_state import ShardState
-from kvcluster.core.shard.span_handler import SpanHandler
+from kvcluster.core.shard.span_registry import SpanHandler
 from kvcluster.core.shard.write_handler import WriteHandler
 
 

@@ -9,6 +9,11 @@ answers: it is pinged first, and if it does not answer the ping within the patie
 
 The question is `Explain`, which grants nothing and does not count as a use of the blocks. For each block it names the
 pages that a load would read.
+
+Finds the host on which a replica runs: Serve knows the replica's node, Ray's head node knows the node's host name.
+
+A thread asks the head node, and only when an unknown node is looked up; until the answer arrives, that node's host is
+"".
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,18 +29,19 @@ from enum import Enum
 from typing import TypeVar
 
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
-from kvcluster.core.locality import name_of
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
 from kvcluster.core.miss import Loss, Miss
+from kvcluster.core.placement import name_of
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.ray_serve.policy import Stretch
-from kvcluster.engines.ray_serve.prompts import RequestPrompt
+from kvcluster.engines.ray_serve.prompts import NoTokens, PromptTokenizer, RequestPrompt
 from kvcluster.engines.ray_serve.settings import RouterSettings
-from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
+from kvcluster.errors import KVClusterError
 from kvcluster.transfers.coordinator_client import CoordinatorClient, GrpcPort
-from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.long_chains import Prompt
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
+from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import COORDINATOR
 
 T = TypeVar("T")
@@ -268,3 +274,50 @@ def _stretches(explained: Explained) -> list[Stretch]:
         if hosts:
             found.append(Stretch(fate.count, hosts))
     return found
+
+
+_RETRY_S = 1.0
+
+
+class Hosts:
+    """Caches host names by node. `read` returns those of all nodes, and may block."""
+
+    def __init__(self, read: Callable[[], Mapping[str, str]], log: Callable[[str], object]) -> None:
+        self._read = read
+        self._log = log
+        self._names: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._reading = False
+        self._read_at = -_RETRY_S
+
+    def of(self, node: str | None) -> str:
+        """Returns the node's host name, or "" while it is not known. Never blocks."""
+        name = self._names.get(node or "", "")
+        if node and not name:
+            self._begin()
+        return name
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._reading or time.monotonic() < self._read_at + _RETRY_S:
+                return
+            self._reading = True
+        try:
+            start_thread(threading.Thread(target=self._run, name="kvcluster-hosts", daemon=True))
+        except KVClusterError as error:
+            self._ended(error)
+
+    def _run(self) -> None:
+        try:
+            self._names = dict(self._read())
+        except Exception as error:  # a thread must not die silently
+            self._ended(error)
+        else:
+            self._ended()
+
+    def _ended(self, error: Exception | None = None) -> None:
+        if error is not None:
+            self._log(f"cannot find out on which hosts replicas run: {type(error).__name__}: {error}")
+        with self._lock:
+            self._read_at = time.monotonic()
+            self._reading = False

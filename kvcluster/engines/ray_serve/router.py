@@ -21,8 +21,7 @@ import kvcluster.engines.ray_serve.policy as policy
 import kvcluster.engines.ray_serve.prompts as prompts
 import kvcluster.engines.ray_serve.settings as settings
 from kvcluster.engines.ray_serve.compat import Counters, PendingRequest, Replica, ReplicaID, Router, host_names
-from kvcluster.engines.ray_serve.hosts import Hosts
-from kvcluster.engines.ray_serve.prefix_locator import LocateOutcome, PrefixLocation, PrefixLocator
+from kvcluster.engines.ray_serve.prefix_locator import Hosts, LocateOutcome, PrefixLocation, PrefixLocator
 
 log = logging.getLogger("ray.serve")
 """Serve's own logger, so that messages appear in the deployment's log."""

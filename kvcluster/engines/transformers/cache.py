@@ -33,9 +33,9 @@ from kvcluster.engines.transformers.staged_load import load_staged
 from kvcluster.errors import CallerError
 from kvcluster.transfers.deadlines import OTHER_MS, remaining_ms
 from kvcluster.transfers.layouts import Paged
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.long_chains import Prompt
 from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transport.base import Deadline, Unavailable
 
 DEADLINE_MS: float = OTHER_MS

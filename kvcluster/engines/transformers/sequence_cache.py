@@ -33,7 +33,7 @@ from kvcluster.engines.transformers.spec import check_spec
 from kvcluster.engines.transformers.stepped_cache import SteppedCache, as_rows
 from kvcluster.errors import CallerError
 from kvcluster.transfers.deadlines import remaining_ms
-from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.long_chains import Prompt
 from kvcluster.transport.base import Deadline
 
 PREFILL_TOKENS = 512

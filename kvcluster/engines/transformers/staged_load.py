@@ -19,8 +19,8 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.transfers.deadlines import remaining_ms
-from kvcluster.transfers.results import Loaded
 from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Deadline
 
 BUFFER_BYTES = 256 * 2**20

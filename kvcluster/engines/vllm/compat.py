@@ -1,7 +1,7 @@
 """All use of vLLM's internals, for the releases in the compatibility table of docs/vllm.md.
 
 Every function here reads vLLM's objects and returns values of our own; no other module of the connector reads those
-objects (planned_kv.py and examine.py do, before an engine starts), so a change in a release changes only this module.
+objects (registration.py and examine.py do, before an engine starts), so a change in a release changes only this module.
 The supported engines are an allow list: a kind of layer, of KV or of parallelism that a later release adds is refused
 by name until it has been reviewed. `Any` lives here.
 """

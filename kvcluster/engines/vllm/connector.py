@@ -24,10 +24,10 @@ from vllm.logger import init_logger
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.settings as settings
 from kvcluster.engines.vllm.idle import IdleScheduler, IdleWorker
-from kvcluster.engines.vllm.metrics import PromMetrics, TransferStats
 from kvcluster.engines.vllm.observer import observer
 from kvcluster.engines.vllm.registration import Adapters, Registration
 from kvcluster.engines.vllm.scheduler import SchedulerSide
+from kvcluster.engines.vllm.stats import PromMetrics, TransferStats
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.errors import ConfigError

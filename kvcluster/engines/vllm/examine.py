@@ -26,8 +26,7 @@ import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.settings as settings
 import kvcluster.engines.vllm.weights as weights
 from kvcluster.engines.texts import error_text
-from kvcluster.engines.vllm.planned_kv import planned_kv
-from kvcluster.engines.vllm.registration import spec_of
+from kvcluster.engines.vllm.registration import planned_kv, spec_of
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import ConfigError, KVClusterError
 

@@ -27,9 +27,9 @@ from kvcluster.core import hashing, limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.engines.texts import error_text, process_name
 from kvcluster.engines.vllm.idle import IdleScheduler
-from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.engines.vllm.settings import ConnectorSettings
+from kvcluster.engines.vllm.stats import PrefillRate
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.errors import KVClusterError
 from kvcluster.observe.reuse_prediction import ObservedRequest

@@ -21,9 +21,9 @@ from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
-from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.request_state import RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
+from kvcluster.engines.vllm.stats import PrefillRate
 from kvcluster.transfers.bandwidth import BandwidthEstimator
 from kvcluster.transfers.tickets import Ticket
 

@@ -30,8 +30,7 @@ from kvcluster.engines.vllm.step_metadata import StepReport, StoreOrder
 from kvcluster.engines.vllm.stores import begin_store, count_store
 from kvcluster.errors import KVClusterError
 from kvcluster.transfers.layouts import Buffers
-from kvcluster.transfers.results import Stored
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import Stored, Transfer
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.thread_start import start_thread
 

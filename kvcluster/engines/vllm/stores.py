@@ -18,8 +18,7 @@ from kvcluster.client.client import Client
 from kvcluster.core.ids import BlockHash
 from kvcluster.engines.vllm.step_metadata import BlockIds, StepReport, StoreOrder
 from kvcluster.errors import KVClusterError
-from kvcluster.transfers.results import Stored
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import Stored, Transfer
 from kvcluster.transport.base import Deadline
 
 _GRACE_NS = 5_000_000

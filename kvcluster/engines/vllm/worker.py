@@ -25,8 +25,7 @@ from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport
 from kvcluster.engines.vllm.stores import InPlaceStores, Stores
 from kvcluster.errors import KVClusterError
 from kvcluster.transfers.layouts import Layers, Paged
-from kvcluster.transfers.results import Loaded
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import Loaded, Transfer
 from kvcluster.transport.base import Deadline
 
 

@@ -20,8 +20,8 @@ from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, Ref
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum, codec
+from kvcluster.testing.cluster import RecordSource
 from kvcluster.testing.conformance.world import ONE, Pause, World, soon
-from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import (
     DataPath,
     Deadline,
@@ -32,7 +32,7 @@ from kvcluster.transport.base import (
     read_whole,
     run_to_completion,
 )
-from kvcluster.transport.exchange_copies import RecordSink
+from kvcluster.transport.worker_exchange import RecordSink
 
 Pieces = Generator[None, None, list[Miss | None]]
 

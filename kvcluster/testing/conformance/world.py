@@ -37,8 +37,7 @@ from kvcluster.core.tiers import STAGING
 from kvcluster.errors import KVClusterError
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.testing.cluster import MemoryCluster
-from kvcluster.testing.rot import flip_bit
+from kvcluster.testing.cluster import MemoryCluster, flip_bit
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 from kvcluster.transport.shm_server import SharedPool

@@ -62,8 +62,7 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.shard.shard import Shard
-from kvcluster.replay.core_process import CoreProcess
-from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.core_stepper import CoreProcess, build_request
 from kvcluster.replay.kernel import MS, Clock, Kernel
 from tests.core.transcripts.names import PAGE, TENANT, Names
 from tests.core.transcripts.telling import NO_NEWS, Teller

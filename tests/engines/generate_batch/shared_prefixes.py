@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 
 import kvcluster
 from kvcluster.client import Client
-from kvcluster.transfers.results import Loaded, Stored
 from kvcluster.transfers.tickets import Ticket
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import Loaded, Stored, Transfer
 from tests.engines.generate_batch.audit import Audit
 from tests.engines.generate_batch.paged_cache import Blocks
 

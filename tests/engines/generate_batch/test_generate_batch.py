@@ -30,7 +30,7 @@ from kvcluster.core.ids import ShardId
 from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Buffers, Paged
-from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.transfer import Loaded, Stored
 from tests.cli.served import Served
 from tests.engines.generate_batch import shared_prefixes
 from tests.engines.generate_batch.__main__ import DEADLINE_MS, main, run

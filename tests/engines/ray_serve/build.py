@@ -6,7 +6,7 @@ from pathlib import Path
 
 import kvcluster
 from kvcluster.core.spec import KVSpec
-from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.long_chains import Prompt
 from tests.client.build import kv
 from tests.waiting import eventually
 

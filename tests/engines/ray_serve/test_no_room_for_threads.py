@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.engines.ray_serve import hosts
-from kvcluster.engines.ray_serve.hosts import Hosts
-from kvcluster.engines.ray_serve.prompts import RequestPrompt
-from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
+from kvcluster.engines.ray_serve import prefix_locator
+from kvcluster.engines.ray_serve.prefix_locator import Hosts
+from kvcluster.engines.ray_serve.prompts import NoTokens, PromptTokenizer, RequestPrompt
 from tests.no_threads import no_room_for_threads
 from tests.waiting import eventually
 
@@ -28,5 +27,5 @@ def test_hosts_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with no_room_for_threads():
         assert found.of("node") == ""
     assert "no room for another thread" in said[0]
-    monkeypatch.setattr(hosts, "_RETRY_S", 0.0)
+    monkeypatch.setattr(prefix_locator, "_RETRY_S", 0.0)
     eventually(lambda: found.of("node") == "host")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.engines.ray_serve.prompts import RequestPrompt
-from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
+from kvcluster.engines.ray_serve.prompts import NoTokens, PromptTokenizer, RequestPrompt
 from tests.engines.ray_serve.build import BOS, save_tokenizer
 from tests.waiting import eventually
 

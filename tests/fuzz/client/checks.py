@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvcluster.core.miss import Miss
-from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Stored
 from tests.fuzz.client.oracle import Prefix, agrees, cut, needed
 from tests.fuzz.client.world import Asked, Handed, Held, Holder, Loading, Storing, World, Wrong
 from tests.fuzz.memories import UNWRITTEN, Drawn

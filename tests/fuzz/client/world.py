@@ -20,10 +20,9 @@ from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.prompt import Prompt
-from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.long_chains import Prompt
 from kvcluster.transfers.tickets import Ticket
-from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer import Loaded, Stored, Transfer
 from kvcluster.transport.base import Transport, Unavailable
 from tests.fuzz.client.oracle import Content, Oracle, Prefix, Space
 from tests.fuzz.client.paths import BreakingPaths, slow_copies

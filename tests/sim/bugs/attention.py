@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvcluster.core.shard.pool import PagePool
-from kvcluster.core.shard.span_handler import SpanHandler
-from kvcluster.core.shard.span_registry import RegisteredSpan
+from kvcluster.core.shard.span_registry import RegisteredSpan, SpanHandler
 from kvcluster.sequences import ship_plan
+from kvcluster.sequences.remote_attention import ShardFailure, ShardResults, Shipment
 from kvcluster.sequences.remote_spans import RemoteSpans
-from kvcluster.sequences.shipment import ShardFailure, ShardResults, Shipment
 from tests.sim.bugs.planting import planted
 
 

@@ -13,8 +13,8 @@ from kvcluster.transfers.pieces import _PieceColumns
 from kvcluster.transfers.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
 from kvcluster.transfers.policy import ShardPolicy
 from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.store_executor import StoreProgress
 from kvcluster.transfers.store_plan import StorePlan
-from kvcluster.transfers.store_progress import StoreProgress
 from kvcluster.transport.page_session import PageSession
 from tests.sim.bugs.planting import planted
 

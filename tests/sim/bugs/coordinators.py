@@ -10,25 +10,23 @@ from kvcluster.core.coordinator import members
 from kvcluster.core.coordinator.event_emitter import EventEmitter
 from kvcluster.core.coordinator.eviction_queue import EvictionQueue
 from kvcluster.core.coordinator.evictor import Evictor
-from kvcluster.core.coordinator.holds import HeldBlocks
 from kvcluster.core.coordinator.members import Membership
 from kvcluster.core.coordinator.namespaces import NamespaceTable
-from kvcluster.core.coordinator.page_writers import PageWriters
 from kvcluster.core.coordinator.prepare_handler import PrepareHandler
 from kvcluster.core.coordinator.record_sweeper import RecordSweeper
 from kvcluster.core.coordinator.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.report_handler import ReportHandler
 from kvcluster.core.coordinator.tenant_floors import TenantFloors
+from kvcluster.core.coordinator.tickets import HeldBlocks, PageWriters
 from kvcluster.core.coordinator.tiering import Tiering
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import Persist, Tick
-from kvcluster.core.order_stream import OrderStream
-from kvcluster.core.report_stream import ReportCursor
 from kvcluster.core.shard.order_executor import OrderExecutor
+from kvcluster.core.streams import OrderStream, ReportCursor
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
-from kvcluster.replay.core_process import CoreProcess
+from kvcluster.replay.core_stepper import CoreProcess
 from tests.sim.bugs.planting import planted
 from tests.sim.coordinator import CoordinatorProcess
 

@@ -8,10 +8,8 @@ from typing import Any
 from kvcluster.core.coordinator.report_handler import ReportHandler
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant, Tier, Verified
 from kvcluster.core.miss import Loss
-from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.shard.leases import LeaseBook
 from kvcluster.core.shard.page import PageState
-from kvcluster.core.shard.page_moves import PageMoves
 from kvcluster.core.shard.pin_handler import PinHandler
 from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.shard.report_sender import ReportSender
@@ -20,9 +18,11 @@ from kvcluster.core.shard.shard import Shard
 from kvcluster.core.shard.shard_namespaces import ShardNamespaces
 from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.core.shard.shutdown_saver import ShutdownSaver
+from kvcluster.core.shard.tier_mover import PageMoves
 from kvcluster.core.shard.withdrawal import Withdrawal
 from kvcluster.core.shard.worker_handler import WorkerHandler
 from kvcluster.core.shares import HolderShares
+from kvcluster.core.streams import OrderCursor
 from kvcluster.memory import checksum
 from tests.sim.bugs.planting import planted
 from tests.sim.disk import Disk

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.namespace_diff import read_namespaces
+from kvcluster.cli.weights import read_namespaces
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
 from kvcluster.transfers.coordinator_client import GrpcPort

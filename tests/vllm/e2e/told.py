@@ -15,7 +15,7 @@ from kvcluster import EventSubscriber
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import Tier
-from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from tests.vllm.e2e.run import BLOCK, House
 
 
