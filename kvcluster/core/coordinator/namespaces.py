@@ -35,7 +35,6 @@ class CoordinatorNamespace:
 
     def __init__(
         self,
-        space: NamespaceId,
         tenant: Tenant,
         spec: KVSpec,
         book: ReplicaTable,
@@ -46,11 +45,11 @@ class CoordinatorNamespace:
         page_sizes: PageSizes,
         pins: PinTable,
     ) -> None:
-        self.id = space
+        self.id = spec.namespace(tenant)
         self.tenant = tenant
         self.spec = spec
         self.index = PrefixIndex(
-            space,
+            self.id,
             [group.reuse for group in spec.groups],
             spec.block_tokens,
             book,
@@ -153,7 +152,6 @@ class NamespaceTable:
                 return None
             emitter = self._emitter if not spec.private else None
             space = self._spaces[space_id] = CoordinatorNamespace(
-                space_id,
                 tenant,
                 spec,
                 self._book,

@@ -15,9 +15,8 @@ from __future__ import annotations
 from enum import Enum
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier
-from kvcluster.core.miss import Loss
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import NewPage, PageEvent, PageSlot, Tier
 from kvcluster.core.tiers import INGEST
 
 
@@ -68,25 +67,19 @@ class Page:
     def __init__(
         self,
         space: NamespaceId,
-        key: PageKey,
+        new: NewPage,
         *,
         offset: int,
         nbytes: int,
         generation: int,
-        parent: BlockHash,
-        depth: int,
-        loss: Loss,
         tier: Tier = INGEST,
         codec: Codec = Codec.RAW,
     ) -> None:
         self.space = space
-        self.key = key
+        self.key, self.parent, self.depth, self.loss = new
         self.offset = offset
         self.nbytes = nbytes
         self.generation = generation
-        self.parent = parent
-        self.depth = depth
-        self.loss = loss
         self.tier = tier
         self.codec = codec
         self.decoded = False  # from a twin below; not kept without one, so that it is never encoded again

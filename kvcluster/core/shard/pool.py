@@ -15,7 +15,7 @@ from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import PageKey, Tier, TierUse, Written
+from kvcluster.core.messages import NewPage, PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.shard.leases import Lease, LeaseKind
@@ -211,7 +211,7 @@ class PagePool:
         offset = None if tier in self.lost else self.allocators[tier].reserve(nbytes, pool_key)
         if offset is None:
             return None
-        page = pages[pool_key] = self._page(pool_key, offset, nbytes, parent, depth, loss, tier, codec)
+        page = pages[pool_key] = self._page(space, NewPage(key, parent, depth, loss), offset, nbytes, tier, codec)
         return page
 
     def adopt(self, tier: Tier, found: RecoveredPage) -> bool:
@@ -221,8 +221,8 @@ class PagePool:
         pages = self._pages[tier]
         if pool_key in pages or not self.stores[tier].adopt(found.offset, found.nbytes, pool_key):
             return False
-        like = (found.nbytes, found.parent, found.depth, found.loss)
-        pages[pool_key] = page = self._page(pool_key, found.offset, *like, tier, found.codec)
+        new = NewPage(found.key, found.parent, found.depth, found.loss)
+        pages[pool_key] = page = self._page(found.namespace, new, found.offset, found.nbytes, tier, found.codec)
         self.commit(page, found.sums)
         return True
 
@@ -233,7 +233,7 @@ class PagePool:
         offset = self.memory[STAGING].reserve(page.nbytes, pool_key)
         if offset is None:
             return None
-        copy = self._page(pool_key, offset, page.nbytes, page.parent, page.depth, page.loss, STAGING, page.codec)
+        copy = self._page(page.space, page.new(), offset, page.nbytes, STAGING, page.codec)
         self._condemned[copy.generation] = copy
         return copy
 
@@ -315,34 +315,12 @@ class PagePool:
         for page in self._condemned.values():
             assert page.pins or page.state is PageState.WRITING, "a condemned page without readers takes space"
 
-    def _page(
-        self,
-        pool_key: PoolKey,
-        offset: int,
-        nbytes: int,
-        parent: BlockHash,
-        depth: int,
-        loss: Loss,
-        tier: Tier,
-        codec: Codec,
-    ) -> Page:
+    def _page(self, space: NamespaceId, new: NewPage, offset: int, nbytes: int, tier: Tier, codec: Codec) -> Page:
         self._generation += 1
         self.changes += 1
-        space, key = pool_key
-        held, part = self._held.setdefault(space, {}), key[1:]
+        held, part = self._held.setdefault(space, {}), new.key[1:]
         held[part] = held.get(part, 0) + 1
-        page = Page(
-            space,
-            key,
-            offset=offset,
-            nbytes=nbytes,
-            generation=self._generation,
-            parent=parent,
-            depth=depth,
-            loss=loss,
-            tier=tier,
-            codec=codec,
-        )
+        page = Page(space, new, offset=offset, nbytes=nbytes, generation=self._generation, tier=tier, codec=codec)
         self.writing_bytes[tier] += self.allocators[tier].size_class(nbytes)
         return page
 
