@@ -42,6 +42,7 @@ PATTERNS: list[tuple[tuple[str, ...], str, str]] = [
         "an integer without its unit; name it ..._ns or ..._ms",
     ),
 ]
+FILE = re.compile(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
@@ -120,6 +121,15 @@ def links(path: str, text: str, root: Path) -> Iterator[str]:
                 yield f"{path}:{number}: {target} does not exist"
 
 
+def paths(path: str, text: str, root: Path) -> Iterator[str]:
+    """Yields a complaint for each Python file that a page names and that is neither in the package nor in the
+    repository."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for named in FILE.findall(line):
+            if not any((root / above / named).exists() for above in ("kvcluster", "", "tests")):
+                yield f"{path}:{number}: {named} does not exist"
+
+
 def complaints(root: Path, known: Known | None = None) -> list[str]:
     """Returns the complaints of all rules about the tree below `root`. `known`: as in structure.py, by default
     KNOWN."""
@@ -130,6 +140,7 @@ def complaints(root: Path, known: Known | None = None) -> list[str]:
     for path, text in found.items():
         out += [*patterns(path, text), *length(path, text), *core(path, text)]
         out += links(path, text, root) if path.endswith(".md") else ()
+        out += paths(path, text, root) if re.match(r"docs/[^/]+\.md", path) else ()
     for command in ("make demo", "make test"):
         out += [] if command in found.get("README.md", "") else [f"README.md:1: does not show `{command}`"]
     decisions = [Path(path).name for path in found if re.match(r"docs/adr/\d", path)]

@@ -114,7 +114,7 @@ def start_node(
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
     it joins. `memory`: bytes that actors may claim. `gpus`: how many GPUs it has in name, 0 for those that it finds.
     `log`: the file for what its leader writes. `lock`: a descriptor that its leader inherits
-    (runtime/private_folder.py). To be called within `signals_delayed`. Raises ConfigError as `check_shown`."""
+    (runtime/private_files.py). To be called within `signals_delayed`. Raises ConfigError as `check_shown`."""
     check_shown(gpus)
     # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
     command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder))]

@@ -1,7 +1,7 @@
 """`kvcluster drain --local`: drains every shard of this machine, for whatever is about to stop it: a preStop hook,
 systemd or a person.
 
-Its shards are those that say that they run in this network namespace of this machine (core/locality.py). They drain at
+Its shards are those that say that they run in this network namespace of this machine (core/placement.py). They drain at
 the same time, and the coordinator is told that their node is about to go, so that the reconciler starts no other there
 (actors/reconciler.py). A script gives --yes, and reads the exit status.
 """

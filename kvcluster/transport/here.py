@@ -1,4 +1,4 @@
-"""Where this process runs (core/locality.py)."""
+"""Where this process runs (core/placement.py)."""
 
 from __future__ import annotations
 

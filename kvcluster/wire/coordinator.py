@@ -1,6 +1,6 @@
 """The questions of workers to the coordinator. Its replies are in wire/answers.py.
 
-Nothing else of the envelope (core/messages/request.py) is sent but the namespace, for a question about one: methods.py
+Nothing else of the envelope (core/messages/common.py) is sent but the namespace, for a question about one: methods.py
 sets that field of the message, and the server sets call and tenant.
 """
 

@@ -1,4 +1,4 @@
-"""What the threads of a simulated shard do with its tiers (runtime/tier_io.py): one moves pages between tiers and
+"""What the threads of a simulated shard do with its tiers (runtime/tier_store.py): one moves pages between tiers and
 erases what was purged, job after job; others read pages from stores for readers.
 
 Pages are touched under leases of the shard's own, in sessions that a revoked lease stops like any other.
