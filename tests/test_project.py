@@ -87,6 +87,7 @@ def test_make_installs_pinned_versions_of_everything_asked_for_by_their_hashes()
         ("kvcluster/core/x.py", "x = hash('a')\n", "hash() differs"),
         ("kvcluster/core/x.py", "x = [y for y in set(z)]\n", "order of a set"),
         ("docs/x.md", "[here](gone.md#part)\n", "gone.md does not exist"),
+        ("docs/x.md", "see `runtime/gone.py`\n", "runtime/gone.py does not exist"),
         ("README.md", "make demo\n", "does not show `make test`"),
         ("docs/adr/0001-x.md", "\n" * 41, "41 lines"),
         ("docs/adr/0002-x.md", "# x\n", "missing from docs/adr/README.md"),

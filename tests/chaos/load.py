@@ -6,10 +6,10 @@ import random
 import threading
 import time
 
+from kvcluster import Buffers
 from kvcluster.client import Client
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss
-from kvcluster.transfers.layouts import Buffers
 from tests.chaos.content import PAGE_BYTES, SPEC, prompt, right_bytes, wrong
 from tests.chaos.judge import Caller, Journal
 

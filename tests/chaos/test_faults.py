@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +65,15 @@ def test_what_lasts_is_brief_or_long_and_nothing_between() -> None:
     lasting = [fault.seconds for fault in drawn(5, NODES) if fault.seconds]
     assert all(any(low <= seconds <= high for low, high in (BRIEF_S, LONG_S)) for seconds in lasting)
     assert min(lasting) <= BRIEF_S[1] < LONG_S[0] <= max(lasting)
+
+
+KEEPS = {"kvcluster", "kvcluster.client", "kvcluster.config", "kvcluster.errors"}
+"""What every release has under these names, beside the core."""
+
+
+@pytest.mark.parametrize("module", ["worker", "load", "content"])
+def test_a_worker_of_an_older_release_finds_what_it_imports(module: str) -> None:
+    tree = ast.parse(Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    named = {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
+    ours = {name for name in named if name.startswith("kvcluster") and not name.startswith("kvcluster.core.")}
+    assert ours <= KEEPS
