@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.measured_paths import MODEL
+from kvcluster.cli.measured_model import MODEL
 from kvcluster.cli.weights import Known, field_text
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import CallerError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvcluster.client.event_reader import Event
+from kvcluster.client.event import Event
 from kvcluster.extras import needs
 
 __all__ = ["REPLAY_SILENCE_S", "Event", "EventSubscriber"]

@@ -27,7 +27,7 @@ from kvcluster.core.position_tree import Subtree
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LostTokens
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.resident_pages import ScratchPages
+from kvcluster.sequences.scratch_pages import ScratchPages
 from kvcluster.sequences.ship_plan import AskedRow, SeenBlocks
 from kvcluster.sequences.step_lock import StepLock, StepTurn
 from kvcluster.transfers.deadlines import remaining_ms

@@ -26,8 +26,8 @@ from kvcluster.errors import ResidentSetFull
 from kvcluster.sequences.batch_pages import BatchPages
 from kvcluster.sequences.blocks import SequenceBlock
 from kvcluster.sequences.layer_query import LayerLoad
-from kvcluster.sequences.resident_pages import ScratchPages
 from kvcluster.sequences.resources import SequenceResources
+from kvcluster.sequences.scratch_pages import ScratchPages
 from kvcluster.sequences.ship_plan import SeenBlocks
 from kvcluster.transport.base import Deadline
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster import Client
 from kvcluster.cli.explain import MEANINGS
-from kvcluster.cli.measured_paths import MODEL
+from kvcluster.cli.measured_model import MODEL
 from kvcluster.cli.prompt_args import layout_id
 from kvcluster.core.miss import MissReason
 from tests.cli.front import Served

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.event_reader import RESTARTED, EventGaps, Heard, Reset
+from kvcluster.client.event_gaps import RESTARTED, EventGaps, Heard, Reset
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 
 OURS = [f"kv@{digit * 16}@llama" for digit in "01"]
@@ -201,7 +201,7 @@ class World:
         asked = self.sequences.asked
         if asked is not None and self.answer is None:
             wanted = [b for b in self.buffer if b.sequence >= asked.start and asked.topic in (None, b.topic)]
-            # Who begins with 0 again is not told apart while batches of an earlier life wait (event_reader.py says so).
+            # Who begins with 0 again is not told apart while batches of an earlier life wait (event_gaps.py says so).
             heard_last = [self.heard_last] if self.heard_last is not None else []
             earlier = any(not one.payload.startswith(b"%d " % self.life) for one in (*self.network, *heard_last))
             wanted = wanted if self.leaps or not earlier else []

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 import kvcluster
-from kvcluster.client.event_reader import RESTARTED
+from kvcluster.client.event_gaps import RESTARTED
 from kvcluster.client.events import Event, EventSubscriber
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
