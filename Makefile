@@ -203,7 +203,7 @@ image-check: install .venv-chart/.installed ## build both images with Debian's b
 	@$(BIN)/pytest -q -s --tb=short tests/deploy/image_checks.py
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
-unordered: install ## does a test notice when something that orders work on a device is taken away? (2 minutes)
+unordered: install ## does a test notice when something that orders work on a device is taken away? (7 minutes)
 	@$(BIN)/python -m tools.unordered
 
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

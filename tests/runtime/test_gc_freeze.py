@@ -76,6 +76,7 @@ def fill(tables: BlockTables) -> None:
 
 
 def test_a_collection_walks_what_was_made_since_the_last_however_large_the_tables_are() -> None:
+    before = [[at] for at in range(5 * WALKED)]
     keeper, tables = GarbageKeeper(), BlockTables(0.5)
     keeper.start()
     try:
@@ -86,7 +87,8 @@ def test_a_collection_walks_what_was_made_since_the_last_however_large_the_table
     finally:
         keeper.close()
     assert fill_walked, "the tables are larger than what is walked between two collections"
-    assert max(found) <= WALKED < SEQUENCES * BLOCKS
+    assert max(found) <= WALKED < SEQUENCES * BLOCKS, "nor however much there was before"
+    assert before
 
 
 def test_the_collector_runs_as_before_once_the_keeper_is_closed() -> None:
