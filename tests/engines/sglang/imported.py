@@ -105,10 +105,11 @@ def _gather() -> SimpleNamespace:
         "sglang.srt.mem_cache.memory_pool_host": {"logical": "LogicalHostPool"},
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller": {"controller": "HybridCacheController"},
         OURS: {"storage": "KVClusterStorage"},
+        f"{OURS}.storage": {"lossy_pages": "LossyPages"},
     }
     modules = (
         "sglang.srt.mem_cache.device_pool_info",
-        *(f"{OURS}.{name}" for name in ("compat", "lossy_pages", "settings")),
+        *(f"{OURS}.{name}" for name in ("compat", "settings")),
     )
     context = importlib.import_module("sglang.srt.runtime_context")
     context.process_model_config = lambda: SimpleNamespace(is_multimodal=False, is_audio_model=False)  # type: ignore[attr-defined]

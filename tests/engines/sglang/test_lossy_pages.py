@@ -171,7 +171,7 @@ def test_pages_that_were_quantised_are_close_for_every_head_of_every_layer(
 
 
 def test_a_full_record_takes_an_unknown_page_for_the_worst_that_it_dropped(sglang: SimpleNamespace) -> None:
-    pages = sglang.lossy_pages.LossyPages(most=2)
+    pages = sglang.lossy_pages(most=2)
     assert pages.worst(None, ["a"]) is Loss.EXACT
     pages.add(["a"], Loss.Q8)
     assert (pages.worst([], ["a"]), pages.worst([], ["b"]), pages.worst(None, ["b"])) == (Loss.Q8, Loss.EXACT, Loss.Q8)
