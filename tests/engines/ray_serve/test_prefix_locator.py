@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -187,7 +188,13 @@ def apart() -> Iterator[tuple[str, Callable[[int], None]]]:
             assert process.stdout is not None
             address = json.loads(process.stdout.readline())["coordinator"]
             store(address, SPEC, CACHED)
-            yield address, process.send_signal
+
+            def send(number: int) -> None:
+                process.send_signal(number)
+                if number == signal.SIGSTOP:
+                    os.waitpid(process.pid, os.WUNTRACED)  # until all of its threads have stopped
+
+            yield address, send
         finally:
             process.kill()
 
