@@ -1,10 +1,10 @@
 """Whether engines of one GPU, or of peers, gain by a shard's pool there: `python -m benchmarks.gpu_pool TRACE`.
 
 Each engine has a cache of its own in the GPU's memory, LRU. A request loads from the cluster what its engine does not
-have; the rest is computed. `own` gives all memory to the caches of the engines; `pool` a quarter of it to the pool of
-one shard, which real cores fill in simulated time. Counted are blocks, as shares of those asked for: where they came
-from, and what was promoted, which costs the link once more. `--fills` instead compares in a plain model what should
-fill the pool: loads, stores or both.
+have; the rest is computed. Without a pool (`none`) the caches have all of the memory; else the pool of one shard has a
+quarter of it, and real cores fill that in simulated time. Counted are blocks, as shares of those asked for: where they
+came from, and what was promoted, which costs the link once more. `--fills` instead compares in a plain model what
+should fill the pool: loads, stores or both.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from itertools import product, takewhile
 
 from kvcluster import config
-from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import LoadGrant, PageKey, PageSlot, Pin, PinGrant, Tier, Unpin
 from kvcluster.core.miss import Loss
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS
 from kvcluster.replay.replayed_cluster import TENANT, TraceCluster
-from kvcluster.replay.trace_replay import SPEC, Trace, read
+from kvcluster.replay.trace_replay import SPEC, Trace, block_hashes, read
 
 POOL_SHARE = 0.25
 """What the pool takes of the memory of the GPUs."""
@@ -94,9 +93,7 @@ def replay(trace: Trace, engines: int, blocks: int, *, pool: bool, affinity: boo
     cluster = PooledCluster(settings(trace, pool_blocks), SPEC)
     caches = [EngineCache((blocks - pool_blocks) // engines) for _ in range(engines)]
     router = Router(engines, affinity=affinity)
-    names = sorted({block for request in trace.requests for block in request.ids})
-    made = foreign(SPEC.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
-    hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
+    hash_of = block_hashes(trace, SPEC)
     found: Counter[str] = Counter()
     for request in trace.requests:
         cluster.advance(request.at_ms * MS)
@@ -171,9 +168,8 @@ def main() -> None:
         for kind in ("loads", "stores", "both") if given.fills else ("none", "quarter"):
             got = fill(trace, by=kind, **where) if given.fills else replay(trace, pool=kind == "quarter", **where)
             figures = "  ".join(f"{value:.3f}" for value in got.values())
-            print(
-                f"{engines:7d}  {'prefix' if affinity else 'chance':9s}  {share:6.2f}  {kind:8s} {figures}", flush=True
-            )
+            routed = "prefix" if affinity else "chance"
+            print(f"{engines:7d}  {routed:9s}  {share:6.2f}  {kind:8s} {figures}", flush=True)
 
 
 if __name__ == "__main__":

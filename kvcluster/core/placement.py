@@ -11,7 +11,7 @@ mappings to increase hit rates, 1998; with weights: Schindelhauer and Schomaker,
 
 Placement is advice. The location of a block is what its shard reports; no reader ever computes it from here.
 
-Where a process runs, as others are told: two facts that the name of a host does not say.
+A process tells others where it runs by a text, from which they see two facts that a host's name does not say.
 
 *Same node*: both run on one machine, so that bytes between them cross no network. *May share memory*: one can connect
 to the other's local socket, over which memory is handed, which needs the same network namespace as well; two containers

@@ -182,13 +182,18 @@ def measure(
     }
 
 
+def block_hashes(trace: Trace, spec: KVSpec) -> dict[int, BlockHash]:
+    """Returns the hash of each block of the trace, by its id."""
+    names = sorted({block for request in trace.requests for block in request.ids})
+    made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
+    return dict(zip(names, made, strict=True))
+
+
 def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any]:
     """Returns the figures of one row. Cached blocks are averaged over the requests of the second half; names with
     `_end` are their numbers after the last request."""
     cluster = TraceCluster(settings, spec)
-    names = sorted({block for request in trace.requests for block in request.ids})
-    made = foreign(spec.namespace(TENANT), (name.to_bytes(16, "little") for name in names))
-    hash_of: dict[int, BlockHash] = dict(zip(names, made, strict=True))
+    hash_of = block_hashes(trace, spec)
     found: Counter[str] = Counter()
     asked_cost = saved_cost = 0  # of computing all requested blocks, and those found
     counted: list[dict[str, float]] = []

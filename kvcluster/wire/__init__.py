@@ -9,6 +9,6 @@ LimitError or SpecError, and nothing else.
     socket_frames.py, shm_frames.py     frames on plain sockets, for tcp and shm
     checks.py       the checks of single values, and what they raise
     fields.py       how a message is declared: once, for both directions, with its bounds
-    coordinator.py, answers.py, reports.py, reports.py, shard.py     the declarations;     common.py     what they share
+    coordinator.py, answers.py, reports.py, shard.py     the declarations;     common.py     what they share
     v1/             generated from proto/kvcluster/v1, which documents the protocol
 """

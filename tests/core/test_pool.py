@@ -12,7 +12,7 @@ from kvcluster.core.allocator import ALIGN_BYTES, PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
-from kvcluster.core.messages import PageEvent, PageKey, PageSlot, Tier, TierUse, Written
+from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.shard.page import TRANSITIONS, IllegalTransition, Page, PageAction, PageState
@@ -29,7 +29,7 @@ def pool_of(pages: int) -> PagePool:
 
 
 def reserve(pool: PagePool, number: int, *, nbytes: int = ALIGN_BYTES, space: NamespaceId = SPACE) -> Page | None:
-    return pool.reserve(space, key(number), nbytes, parent=parent(number), depth=number, loss=Loss.EXACT)
+    return pool.reserve(space, NewPage(key(number), parent(number), number, Loss.EXACT), nbytes)
 
 
 def written(pool: PagePool, number: int) -> Page:
@@ -89,7 +89,7 @@ class PoolAgainstLists(RuleBasedStateMachine):
         if self.findable(space, key(number)) is not None:
             return
         room = self.pool.allocator.room(nbytes)
-        page = self.pool.reserve(space, key(number), nbytes, parent=parent(number), depth=number, loss=loss)
+        page = self.pool.reserve(space, NewPage(key(number), parent(number), number, loss), nbytes)
         assert (page is not None) == (room > 0)
         if page is not None:
             assert (page.space, page.key, page.nbytes, page.loss) == (space, key(number), nbytes, loss)
@@ -364,9 +364,7 @@ def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
 
 def written_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:
     codec = Codec.Q8 if loss and tier is not Tier.RAM else Codec.RAW
-    page = pool.reserve(
-        SPACE, key(number), ALIGN_BYTES, parent=parent(number), depth=number, loss=loss, tier=tier, codec=codec
-    )
+    page = pool.reserve(SPACE, NewPage(key(number), parent(number), number, loss), ALIGN_BYTES, tier=tier, codec=codec)
     assert page is not None
     return page
 
@@ -549,7 +547,7 @@ def test_each_tier_has_room_of_its_own(tier: Tier) -> None:
     above, below = ready_in(pool, Tier.RAM), ready_in(pool, tier)
     at = [use.tier for use in pool.others()].index(tier)
     capacity = pool.others()[at].capacity_bytes
-    assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=tier) is None
+    assert pool.reserve(SPACE, NewPage(key(1), parent(1), 1, Loss.EXACT), 1, tier=tier) is None
     pool.pin([below])
     pool.condemn(below)
     pool.condemn(above)
@@ -724,9 +722,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
     def reserve(self, tier: Tier, number: int, loss: Loss) -> None:
         if (tier, number) in self.live:
             return
-        page = self.pool.reserve(
-            SPACE, key(number), ALIGN_BYTES, parent=parent(number), depth=number, loss=loss, tier=tier
-        )
+        page = self.pool.reserve(SPACE, NewPage(key(number), parent(number), number, loss), ALIGN_BYTES, tier=tier)
         assert (page is not None) == (self.used(tier) < self.room[tier])
         if page is not None:
             self.live[tier, number] = page

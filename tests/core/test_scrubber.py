@@ -9,7 +9,7 @@ import pytest
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
-from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect, Verified, Verify
+from kvcluster.core.messages import Done, GoneEvent, NewPage, Refused, RefusedKind, Suspect, Verified, Verify
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.shard import scrubber
 from kvcluster.core.shard.page import Page
@@ -38,7 +38,7 @@ class Reader:
         self.core = Scrubber(state, scrub_bytes=scrub_bytes)
 
     def commit(self, number: int) -> Page:
-        page = self.pool.reserve(SPACE, key(number), 64, parent=ROOT, depth=0, loss=Loss.EXACT)
+        page = self.pool.reserve(SPACE, NewPage(key(number), ROOT, 0, Loss.EXACT), 64)
         assert page is not None
         self.pool.commit(page, SUMS)
         self.core.committed(page)

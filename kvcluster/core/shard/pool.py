@@ -14,7 +14,7 @@ from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard.disk_recovery import RecoveredPage, RecoveredPages
@@ -196,22 +196,19 @@ class PagePool:
     def reserve(
         self,
         space: NamespaceId,
-        key: PageKey,
+        new: NewPage,
         nbytes: int,
         *,
-        parent: BlockHash,
-        depth: int,
-        loss: Loss,
         tier: Tier = INGEST,
         codec: Codec = Codec.RAW,
     ) -> Page | None:
         """Returns a page to write, or None if there is no room for it."""
-        pool_key, pages = (space, key), self._pages[tier]
+        pool_key, pages = (space, new.key), self._pages[tier]
         assert pool_key not in pages, "one writer a page"
         offset = None if tier in self.lost else self.allocators[tier].reserve(nbytes, pool_key)
         if offset is None:
             return None
-        page = pages[pool_key] = self._page(space, NewPage(key, parent, depth, loss), offset, nbytes, tier, codec)
+        page = pages[pool_key] = self._page(space, new, offset, nbytes, tier, codec)
         return page
 
     def adopt(self, tier: Tier, found: RecoveredPage) -> bool:

@@ -65,14 +65,8 @@ class ShardNamespace:
             if not pool.memory[tier].room(nbytes):
                 return Written.FULL
             withdraw(worse)
-        page = pool.reserve(
-            *(self.id, key, nbytes),
-            parent=new.parent,
-            depth=new.depth,
-            loss=new.loss if codec is _RAW else max(new.loss, codec.loss),
-            tier=tier,
-            codec=codec,
-        )
+        kept = new if codec is _RAW else new._replace(loss=max(new.loss, codec.loss))
+        page = pool.reserve(self.id, kept, nbytes, tier=tier, codec=codec)
         if page is None:
             return Written.FULL
         if known is None:

@@ -80,16 +80,8 @@ class PageMoves:
 
     def reserve(self, source: Page, to: Tier, codec: Codec, nbytes: int) -> Page | None:
         """Reserves the target of a move; None if there is no room."""
-        return self._state.pool.reserve(
-            source.space,
-            source.key,
-            nbytes,
-            parent=source.parent,
-            depth=source.depth,
-            loss=max(source.loss, codec.loss),
-            tier=to,
-            codec=codec,
-        )
+        new = source.new()._replace(loss=max(source.loss, codec.loss))
+        return self._state.pool.reserve(source.space, new, nbytes, tier=to, codec=codec)
 
     def evict(self, page: Page) -> None:
         """Withdraws a page to make room, or because there is none for it."""
