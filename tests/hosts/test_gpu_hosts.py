@@ -267,7 +267,7 @@ def test_in_too_little_memory_pages_go_down_and_come_up_into_the_pool(one: Worke
     eventually(lambda: pages(one.shard("gpu-0"), "host"))
 
     def came_up() -> bool:
-        assert one.load(0, 20) == two.load(0, 20) == 20 * BLOCKS
+        assert one.load(0, 20, on_gpu=True) == two.load(0, 20) == 20 * BLOCKS
         return pages(one.shard("gpu-0"), "gpu") > before
 
     eventually(came_up)
