@@ -36,11 +36,11 @@ from kvcluster.copies.batch import (
     HostMemory,
     MappedMemory,
 )
-from kvcluster.copies.native import NativeCopies
+from kvcluster.copies.native_verified_copies import NativeCopies
 from kvcluster.core.codecs import Codec
 from kvcluster.memory import checksum, native
 from kvcluster.memory.region import HostRegion, RegionKind, address_of
-from kvcluster.transfers.memory import bind
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transport.worker_exchange import runs_of
 
 MOVED_BYTES = 128 * 2**20

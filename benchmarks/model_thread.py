@@ -32,13 +32,13 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.device.device import Event, Range, Stream
 from kvcluster.engines.vllm import worker
 from kvcluster.engines.vllm.compat import Layout
-from kvcluster.engines.vllm.device_kv import DeviceKV
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.step_metadata import LoadOrder, Step, StoreOrder
+from kvcluster.engines.vllm.worker import DeviceKV
 from kvcluster.errors import CallerError
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Paged
-from kvcluster.transfers.memory import bind
 
 LAYERS, HEADS, DIM, BLOCK = 32, 8, 128, 16
 BLOCKS = 2_048

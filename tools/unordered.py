@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DEVICES = {"cuda.py", "cuda_driver.py", "torch_cuda.py", "twin.py", "ordering.py", "device.py", "examine.py"}
+DEVICES = {"cuda.py", "cuda_driver.py", "torch_cuda.py", "software_twin.py", "ordering.py", "device.py", "examine.py"}
 """What carries orders out, and so is judged by other tests."""
 MODULES = (
     *(
@@ -24,7 +24,7 @@ MODULES = (
         for path in sorted((ROOT / "kvcluster/device").iterdir())
         if path.suffix == ".py" and path.name not in DEVICES
     ),
-    "kvcluster/transfers/memory.py",
+    "kvcluster/transfers/bound_memory.py",
 )
 TESTS = tuple(
     f"tests/device/test_{name}.py" for name in ("copies", "pool_copies", "snapshots", "client", "capture", "registered")

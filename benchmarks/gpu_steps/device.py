@@ -26,12 +26,12 @@ from kvcluster.device.device import Device, Range
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import StagedRecord, moves
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.torch_cuda import on_stream, reach
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.device.verification import CopySums, SummedRecord, verification
 from kvcluster.memory import checksum
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.memory import bind
+from kvcluster.transfers.bound_memory import bind
 from tests.device import summed
 from tests.device.moved import compared
 from tests.device.programs import Program, Xor

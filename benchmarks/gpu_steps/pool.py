@@ -21,8 +21,8 @@ from benchmarks.gpu_steps.rows import device_seconds, host_seconds, row
 from benchmarks.gpu_steps.shard import CHUNK, PAGE, SHAPE, DirectLoader, content, tokens
 from kvcluster.cli.waiting import wait_reported
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from tests.device.tensors import Engine
 
 BOUND_S = 20.0

@@ -27,6 +27,7 @@ from kvcluster.core.messages import (
     ListeningPort,
     PagesSaved,
     ProcessFacts,
+    ProcessInfo,
     Reply,
     Report,
     ShardAddress,
@@ -48,8 +49,8 @@ from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.here import here
 from kvcluster.transport.listener import first_free
+from kvcluster.transport.process_location import here
 from kvcluster.transport.rpc import ClockDifference, Connection, RpcHandler
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import COORDINATOR, SHARD
@@ -87,14 +88,9 @@ class ShardActor:
         handlers: dict[str, RpcHandler] = {}
         self._server = wait(lambda: _served(config.server, handlers, auth, calls))
         self._host = ShardHost(
-            ShardId(shard),
-            next_epoch(cluster, shard),
+            ShardAddress(ShardId(shard), next_epoch(cluster, shard), self._server.address, here()),
             config,
-            address=self._server.address,
-            host=here(),
-            node=socket.gethostname(),
-            release=__version__,
-            config_hash=config_hash(published),
+            process=ProcessInfo(socket.gethostname(), __version__, config_hash(published)),
             tell=self._coordinator.report,
             open_source=self._open_source,
             on_end=self._leave,

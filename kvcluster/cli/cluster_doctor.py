@@ -1,7 +1,7 @@
 """The cluster's half of `kvcluster doctor`: what every process says of itself, and which shard reaches which.
 
-The shards try one another on the coordinator's word (core/probes.py); an operator asks for it. `judged` turns the
-answers into rows and problems, each with what to do about it; it is a function of values.
+The shards try one another on the coordinator's word (core/doctor_probes.py); an operator asks for it. `judged` turns
+the answers into rows and problems, each with what to do about it; it is a function of values.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 from kvcluster.config import size_text
 from kvcluster.config.ports import parse_ports
+from kvcluster.core.doctor_probes import RUN_NS, SINCE_VERSION
 from kvcluster.core.messages import Findings, Probe, Probed, ProcessFacts
 from kvcluster.core.placement import may_share_memory, name_of
-from kvcluster.core.probes import RUN_NS, SINCE_VERSION
 from kvcluster.errors import ConfigError
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline

@@ -35,8 +35,8 @@ from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.here import here as this_place
 from kvcluster.transport.path_selector import Opener, not_offered, not_taken, offer_of, said, try_path
+from kvcluster.transport.process_location import here as this_place
 from kvcluster.transport.rpc import Connection
 from kvcluster.transports import BESIDE_GRPC, BY_NAME
 from kvcluster.wire.methods import VersionQuestion

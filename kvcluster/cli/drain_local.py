@@ -23,7 +23,7 @@ from kvcluster.core.placement import may_share_memory
 from kvcluster.errors import Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.here import here
+from kvcluster.transport.process_location import here
 
 _POLL_S = 0.5
 

@@ -23,7 +23,6 @@ from kvcluster.client.client_parts import ClientParts
 from kvcluster.client.explain import explain
 from kvcluster.client.pinning import PinCalls
 from kvcluster.client.status import status_dict
-from kvcluster.client.warm_up import warm_up
 from kvcluster.config import ClientConfig, client_config, size
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
@@ -46,6 +45,7 @@ from kvcluster.runtime.uninterrupted import MainCall, uninterrupted
 from kvcluster.sequences.client_calls import SequenceCalls
 from kvcluster.sequences.opener import SequenceOpener
 from kvcluster.sequences.resources import sequence_resources, unused_set
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.coordinator_client import CoordinatorClient, CoordinatorPort
 from kvcluster.transfers.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.transfers.layouts import (
@@ -60,9 +60,8 @@ from kvcluster.transfers.layouts import (
     parts_of,
 )
 from kvcluster.transfers.long_chains import Prompt, TokenIds, as_prompt, known_hashes, listed
-from kvcluster.transfers.memory import bind
-from kvcluster.transfers.policy import ShardPolicy
-from kvcluster.transfers.shard_connections import OpenTransport, ShardConnections
+from kvcluster.transfers.shard_connections import OpenTransport, ShardConnections, warm_up
+from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transfers.tickets import Ticket, Tickets, TicketSeal
 from kvcluster.transfers.transfer import BlockExplanation, Loaded, Lookup, Stored, Transfer
 from kvcluster.transfers.transfer_queue import TransferQueue
@@ -109,11 +108,11 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         check_connect(spec, token)
         self._process, self.spec, self.parts = OwnProcess(), spec, parts_of(spec, part)
         self._control = CoordinatorClient(port)
-        lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
-        policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
-        self._shards, self._attempt = ShardConnections(open_transport, policy, lock), own_attempts()
+        lock = threading.RLock()  # guards the decisions of plans and health: never held during I/O or copies
+        health = ShardHealth(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
+        self._shards, self._attempt = ShardConnections(open_transport, health, lock), own_attempts()
         self._tickets = Tickets(self._control, self._attempt, TicketSeal(token))
-        asked = self._control, self._shards, policy, lock, self.parts
+        asked = self._control, self._shards, health, lock, self.parts
         self._transfers = TransferQueue(*asked, next_attempt=self._attempt, config=self._config)
         deadline = partial(call_deadline, self._config.deadline_ms)  # without this client, which nothing below may keep
         ask_by = partial(deadline, default_ms=QUESTION_MS)

@@ -43,7 +43,7 @@ class CoordinatorConfig:
     `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
     `tenant_floor`: share of each tier that is divided evenly among the tenants that store there. What a tenant has
     below its part is not evicted for others (core/coordinator/tenant_floors.py).
-    `pinned_share`: share of all bytes that one tenant alone may pin. Several get less each (core/shares.py).
+    `pinned_share`: share of all bytes that one tenant alone may pin. Several get less each (core/tenant_shares.py).
     `sequence_share`: likewise, for the blocks of open sequences.
     `sequence_ttl_ms`: a worker that is silent for this long has its sequences closed.
     `private_grace_ms`: time for which private pages that no sequence claims are kept, for workers to claim them.

@@ -54,7 +54,7 @@ TICKET_PAGES = 524_288
 of 512 blocks that are on their way at once. Beyond that loads get no ticket, and stores are refused."""
 
 HOLDERS = 8_192
-"""Workers of a cluster, of which a tenant alone may have half (shares.py): 4,096. One more is refused."""
+"""Workers of a cluster, of which a tenant alone may have half (tenant_shares.py): 4,096. One more is refused."""
 
 LEASES = 16 * HOLDERS
 """Leases of all holders of one shard, by shares of tenants. All may expire in one step."""

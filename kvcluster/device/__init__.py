@@ -1,2 +1,2 @@
-"""Devices whose memory the CPU does not address: what kvcluster needs of one (device.py), and a twin (twin.py) that
-proves, without a card, that everything is done in order."""
+"""Devices whose memory the CPU does not address: what kvcluster needs of one (device.py), and a twin (software_twin.py)
+that proves, without a card, that everything is done in order."""

@@ -1,4 +1,4 @@
-"""Device: what kvcluster needs of a GPU. A seam with two sides: a card, and the twin of one (twin.py).
+"""Device: what kvcluster needs of a GPU. A seam with two sides: a card, and the twin of one (software_twin.py).
 
 Work is enqueued on streams and carried out later, each stream in its order, different streams in any. An event marks a
 place in a stream; a stream that waits for it goes on when all work before that place is done. No call waits for the

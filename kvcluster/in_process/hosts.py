@@ -10,12 +10,20 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import CLUSTER, Caller, Epoch, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages import CoordinatorQuestion, Inventory, Leave, Reply, Report, Request, ShardAddress
+from kvcluster.core.messages import (
+    CoordinatorQuestion,
+    Inventory,
+    Leave,
+    ProcessInfo,
+    Reply,
+    Report,
+    Request,
+    ShardAddress,
+)
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.release import __version__
 from kvcluster.runtime.coordinator_host import CoordinatorHost
@@ -24,8 +32,8 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transfers.coordinator_client import CoordinatorPort, unanswered
 from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.base import Deadline, Transport, Unavailable
-from kvcluster.transport.here import here
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
+from kvcluster.transport.process_location import here
 from kvcluster.wire.methods import COORDINATOR
 
 _POLL_S = 0.001
@@ -76,7 +84,7 @@ class InProcessHosts:
         self._coordinator: CoordinatorHost | None = None
         self._shards: dict[ShardId, ShardHost] = {}
         self._epochs = 0
-        self._process: Any = {"release": __version__, "config_hash": config_hash(config), "node": socket.gethostname()}
+        self._process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
 
     def port_of(self, caller: Callable[[], Caller]) -> CoordinatorPort:
         """Returns a connection to the coordinator for this caller."""
@@ -108,7 +116,7 @@ class InProcessHosts:
         """Starts an incarnation of the coordinator. Raises as CoordinatorHost."""
         assert self._coordinator is None, "it runs"
         self._coordinator = CoordinatorHost(
-            self._next_epoch(), self.config, on_end=self.coordinator_left, **self._process
+            self._next_epoch(), self.config, on_end=self.coordinator_left, **self._process._asdict()
         )
         self._coordinator.start()
 
@@ -122,15 +130,12 @@ class InProcessHosts:
         the others."""
         assert shard not in self._shards, "it runs"
         host = ShardHost(
-            shard,
-            Epoch(self._next_epoch() - behind_ns),
+            ShardAddress(shard, Epoch(self._next_epoch() - behind_ns), shard, self._place),
             config,
-            address=shard,
-            host=self._place,
+            process=self._process,
             tell=self._tell,
             open_source=self.opener_of(CLUSTER),
             on_end=partial(self.shard_left, shard),
-            **self._process,
         )
         self._shards[shard] = host
         host.start()

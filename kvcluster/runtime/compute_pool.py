@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, Unavailable

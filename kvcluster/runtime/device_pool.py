@@ -31,8 +31,8 @@ from kvcluster.device.device import (
     SharedMemory,
     Stream,
 )
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import wait_done
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.runtime.tier_store import without
 from kvcluster.transport.base import Unavailable
 

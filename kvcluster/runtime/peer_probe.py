@@ -1,4 +1,4 @@
-"""A shard tries the other shards of its cluster: over gRPC, and over TCP where they offer it (core/probes.py).
+"""A shard tries the other shards of its cluster: over gRPC, and over TCP where they offer it (core/doctor_probes.py).
 
 Each try is a whole round trip through the path, as `kvcluster doctor` makes it from where it runs. It dials nothing but
 the addresses in the order, which the coordinator knows from its members, and those that such a member then offers.

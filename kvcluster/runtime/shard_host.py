@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from kvcluster.config import Config
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId, Tenant
+from kvcluster.core.ids import Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     Effect,
     Erase,
@@ -45,6 +45,7 @@ from kvcluster.core.messages import (
     Revoke,
     SavePages,
     Send,
+    ShardAddress,
     ShardMessage,
     ShardQuestion,
     Stage,
@@ -91,30 +92,24 @@ class ShardHost:
 
     def __init__(
         self,
-        shard: ShardId,
-        epoch: Epoch,
+        me: ShardAddress,
         config: Config,
         *,
-        address: str,
-        host: str,
-        node: str = "",
-        release: str = "",
-        config_hash: str = "",
+        process: ProcessInfo | None = None,
         tell: Tell,
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
         probe: Callable[[ProbeOrder], Findings] = lambda order: Findings(order.number),
     ) -> None:
-        """`node`, `release` and `config_hash` are for the status; "" if unknown. `probe`: see peer_probe.py."""
+        """`process`: for the status. `probe`: see peer_probe.py."""
+        shard = me.shard
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
-            shard,
-            epoch,
-            config.shard,
+            *(shard, me.epoch, config.shard),
             membership_ttl_ms=config.membership_ttl_ms,
-            address=address,
-            host=host,
-            process=ProcessInfo(node, release, config_hash),
+            address=me.address,
+            host=me.host,
+            process=process,
             found=found,
         )
         self._arena = Arena(sum(self.core.pool.memory_bytes.values()))

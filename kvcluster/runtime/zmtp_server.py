@@ -22,7 +22,7 @@ from typing import Protocol
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.wire import zmtp
 

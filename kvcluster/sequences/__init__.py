@@ -9,8 +9,8 @@ from kvcluster.sequences.attend_planner import (
     StepFacts,
 )
 from kvcluster.sequences.batch import SequenceBatch
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.sequence import Sequence
+from kvcluster.sequences.window_policy import WindowPolicy
 
 __all__ = [
     "AttendPlanner",

@@ -3,27 +3,45 @@ block. The coordinator is asked once for each block, for all new blocks of a ste
 
 What is known may be out of date: a shard that is asked says so, and then the block is placed anew. A block that no
 shard has as one page, or of which the coordinator could not tell, is not asked for again for a while. Thread-safe.
+
+The questions to the coordinator, where blocks of a worker's sequences lie.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import Explain, Explained, Plan, ShardAddress
+from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.messages import Explain, Explained, Need, Plan, ShardAddress
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
-from kvcluster.sequences.block_questions import block_questions
 from kvcluster.sequences.blocks import SequenceBlock
 from kvcluster.sequences.ship_plan import CutBlocks
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transport.base import Deadline
+
+
+def block_questions(
+    specs: Mapping[bool, KVSpec], part: Part, accept: Loss, blocks: Sequence[SequenceBlock], avoid: tuple[ShardId, ...]
+) -> Iterator[tuple[KVSpec, Sequence[SequenceBlock], Explain]]:
+    """Yields the questions where `part` of these blocks lies, but on shards to `avoid`: each with its spec, and the
+    blocks that it is about. `specs` are those of public and of `private` blocks. A block may have lost as much as
+    `accept`, or as it has lost already."""
+    for private, spec in specs.items():
+        mine = [block for block in blocks if block.private == private]
+        for first in range(0, len(mine), limits.BLOCKS_PER_CALL):
+            some = mine[first : first + limits.BLOCKS_PER_CALL]
+            names = tuple(block.name for block in some if block.name is not None)
+            assert len(names) == len(some), "a block without a name lies on no shard"
+            need = Need((part,), max(accept, *(block.loss for block in some)), avoid)
+            yield spec, some, Explain(names, need)
+
 
 _AGAIN_NS = 1_000_000_000
 """For so long a block that was not placed is not looked for, and a shard that declined is not asked."""

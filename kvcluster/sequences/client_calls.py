@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from kvcluster.core import limits
 from kvcluster.sequences.opener import SequenceOpener
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.sequence import Sequence
 from kvcluster.sequences.statistics import ResidentUse, ShippedCounts
+from kvcluster.sequences.window_policy import WindowPolicy
 from kvcluster.transfers.layouts import check_tokens
 from kvcluster.transfers.long_chains import Prompt, TokenIds, as_prompt
 from kvcluster.transport.base import Deadline

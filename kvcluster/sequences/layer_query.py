@@ -30,8 +30,8 @@ from kvcluster.sequences.blocks import SequenceBlock
 from kvcluster.sequences.scratch_pages import ScratchPages
 from kvcluster.sequences.ship_plan import AskedRow, SeenBlocks
 from kvcluster.sequences.step_lock import StepLock, StepTurn
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.deadlines import remaining_ms
-from kvcluster.transfers.memory import bind
 from kvcluster.transfers.tickets import Ticket
 from kvcluster.transfers.transfer import Loaded, Transfer
 from kvcluster.transfers.transfer_queue import TransferQueue

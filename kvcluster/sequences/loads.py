@@ -27,7 +27,7 @@ from kvcluster.sequences.layer_query import BlockRun, LayerLoads
 from kvcluster.sequences.missing_tokens import AbsentBlocks, BlockFetch
 from kvcluster.sequences.runner import SequenceRunner
 from kvcluster.sequences.state import SequenceState
-from kvcluster.transfers.memory import bind
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.tickets import Ticket, Tickets
 from kvcluster.transfers.transfer_queue import TransferQueue
 from kvcluster.transfers.zero_copy import BorrowedBlocks, Borrower

@@ -37,7 +37,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, Unreachable
-from kvcluster.sequences.block_questions import block_questions
+from kvcluster.sequences.block_places import block_questions
 from kvcluster.sequences.blocks import PageNumber, SequenceBlock
 from kvcluster.sequences.runner import SequenceRunner
 from kvcluster.sequences.state import SequenceState

@@ -13,11 +13,11 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.resources import SequenceResources
 from kvcluster.sequences.sequence import Sequence
 from kvcluster.sequences.state import SequenceState, random_name
 from kvcluster.sequences.statistics import ResidentUse, ShippedCounter, ShippedCounts, resident_use
+from kvcluster.sequences.window_policy import WindowPolicy
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transfers.layouts import check_open
 from kvcluster.transfers.long_chains import Prompt

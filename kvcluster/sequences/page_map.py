@@ -13,8 +13,8 @@ import torch
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan
 from kvcluster.core.codecs import Codec
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.memory import ResidentMemory
 from kvcluster.sequences.missing_tokens import AbsentBlocks, BlockFetch
+from kvcluster.sequences.resident_memory import ResidentMemory
 from kvcluster.sequences.state import SequenceState
 from kvcluster.transfers.zero_copy import BorrowedBlocks
 

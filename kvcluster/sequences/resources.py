@@ -12,13 +12,14 @@ from kvcluster.config import ClientConfig, size
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Group, Part
 from kvcluster.core.ids import HASH_BYTES, Attempt
+from kvcluster.core.messages import TablesSynced
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
-from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.open_sequences import OpenSequences
 from kvcluster.sequences.resident_pages import ResidentPages
 from kvcluster.sequences.row_operations import RowOperations
-from kvcluster.sequences.runner import SequenceRunner
+from kvcluster.sequences.runner import SealedStores, SequenceRunner
 from kvcluster.sequences.statistics import ResidentUse, ShippedCounter
 from kvcluster.sequences.table_keeper import TableKeeper
 from kvcluster.transfers.coordinator_client import CoordinatorClient
@@ -31,9 +32,9 @@ from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
     from kvcluster.sequences.loads import SequenceLoads
-    from kvcluster.sequences.memory import ResidentMemory
     from kvcluster.sequences.missing_tokens import MissingTokens
     from kvcluster.sequences.remote_attention import RemoteAttention
+    from kvcluster.sequences.resident_memory import ResidentMemory
 
 _SYNC_INTERVAL_NS = 500_000_000
 """Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
@@ -77,9 +78,9 @@ def sequence_resources(
         raise CallerError("sequences need a spec with one group of layers, of which this client holds a part")
     try:
         from kvcluster.sequences.loads import SequenceLoads
-        from kvcluster.sequences.memory import ResidentMemory
         from kvcluster.sequences.missing_tokens import MissingTokens
         from kvcluster.sequences.remote_attention import RemoteAttention
+        from kvcluster.sequences.resident_memory import ResidentMemory
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
     memory = ResidentMemory(spec, part, _capacity(config.resident_bytes, spec.page_bytes(0, part)))
@@ -88,12 +89,12 @@ def sequence_resources(
     loads_of = partial(
         SequenceLoads, spec, parts, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept
     )
+    keeper, store_ms = TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS), config.deadline_ms or OTHER_MS
+    stores = SealedStores(spec, parts, memory, control=control, transfers=transfers, store_ms=store_ms)
     runner = SequenceRunner(
-        *(spec, parts, machine, TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS), memory),
-        control=control,
-        transfers=transfers,
+        *(machine, memory, keeper, stores),
+        sync=partial(control.ask, TablesSynced, spec),
         flush_shards=shards.flush,
-        store_ms=config.deadline_ms or OTHER_MS,
         loads_of=loads_of,
         sweep=remote.sweep,
     )
@@ -110,9 +111,9 @@ def resident_pages(memory: ResidentMemory) -> ResidentPages:
     return ResidentPages(memory.capacity, memory.stride_bytes[Codec.RAW], sizes, memory.unback)
 
 
-def _machine(memory: ResidentMemory, spec: KVSpec, part: Part, run_blocks: int) -> SequenceMachine:
+def _machine(memory: ResidentMemory, spec: KVSpec, part: Part, run_blocks: int) -> OpenSequences:
     sizes = {"block_tokens": spec.block_tokens, "layers": part.layers, "run_blocks": run_blocks}
-    return SequenceMachine(resident_pages(memory), _random_id, **sizes)
+    return OpenSequences(resident_pages(memory), _random_id, **sizes)
 
 
 def unused_set(spec: KVSpec, parts: tuple[Part | None, ...], resident_bytes: int | str) -> ResidentUse:

@@ -56,7 +56,7 @@ class RowOperations:
         values: Sequence[Tensor],
         deadline: Deadline,
     ) -> None:
-        """Appends the next `tokens[i]` tokens of each sequence to one layer. Raises as SequenceMachine.begin_step;
+        """Appends the next `tokens[i]` tokens of each sequence to one layer. Raises as OpenSequences.begin_step;
         ResidentSetFull as SequenceRunner.with_room."""
         with self._runner.lock:
             self._runner.with_room(lambda: self._append(states, layer, tokens, values), deadline)
@@ -80,13 +80,13 @@ class RowOperations:
         return self._with_blocks(rows, deadline, append_and_read, hold=True)
 
     def reserve(self, states: Sequence[SequenceState], tokens: Sequence[int], deadline: Deadline) -> None:
-        """Takes the pages that `tokens[i]` more tokens of each sequence need. Raises as SequenceMachine.reserve."""
+        """Takes the pages that `tokens[i]` more tokens of each sequence need. Raises as OpenSequences.reserve."""
         with self._runner.lock:
             copies = self._runner.with_room(lambda: self._machine.reserve(states, tokens), deadline)
             self._memory.copy(copies)
 
     def mark_written(self, states: Sequence[SequenceState], layer: int | None, tokens: Sequence[int]) -> None:
-        """As SequenceMachine.mark_written. Raises CallerError, too, if there is no such layer."""
+        """As OpenSequences.mark_written. Raises CallerError, too, if there is no such layer."""
         if layer is not None:
             self._memory.check_layer(layer)
         with self._runner.lock:
@@ -128,7 +128,7 @@ class RowOperations:
     # ------------------------------------------------------------------------------------ cutting and sharing
 
     def truncate(self, states: Sequence[SequenceState], tokens: Sequence[int], deadline: Deadline) -> None:
-        """Keeps the first `tokens[i]` tokens of each sequence. Raises as SequenceMachine.truncate; LostTokens."""
+        """Keeps the first `tokens[i]` tokens of each sequence. Raises as OpenSequences.truncate; LostTokens."""
         for state, count in zip(states, tokens, strict=True):
             self._machine.check_kept(state, min(count, state.length), count, "truncate")
         cuts = [
@@ -144,7 +144,7 @@ class RowOperations:
         self._with_blocks(cuts, deadline, cut)
 
     def fork(self, states: Sequence[SequenceState]) -> list[SequenceState]:
-        """Opens another sequence with the tokens of each. Raises as SequenceMachine.fork."""
+        """Opens another sequence with the tokens of each. Raises as OpenSequences.fork."""
         with self._runner.lock:
             for state in states:
                 self._machine.check_between_steps(state, "fork")

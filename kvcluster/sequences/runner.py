@@ -23,20 +23,20 @@ from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ResidentSetFull
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.open_sequences import OpenSequences
 from kvcluster.sequences.state import SequenceState
 from kvcluster.sequences.step_lock import StepLock, StepTurn
 from kvcluster.sequences.store_queue import StoreBatch
 from kvcluster.sequences.table_keeper import TableKeeper
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transfers.layouts import check_open
-from kvcluster.transfers.memory import bind
 from kvcluster.transfers.transfer_queue import TransferQueue
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.thread_start import start_thread
 
 if TYPE_CHECKING:
-    from kvcluster.sequences.memory import ResidentMemory
+    from kvcluster.sequences.resident_memory import ResidentMemory
 
 R = TypeVar("R")
 
@@ -58,37 +58,67 @@ class RunnerLoads(Protocol):
         """Returns loans that are not used any more, and ends loads that have ended. Called by the thread."""
 
 
-class SequenceRunner:
-    """The thread of one client's sequences."""
+class SealedStores:
+    """How sealed blocks of the resident set reach the cluster. A store may take `store_ms`."""
 
     def __init__(
         self,
         spec: KVSpec,
         parts: tuple[Part | None, ...],
-        machine: SequenceMachine,
-        keeper: TableKeeper,
         memory: ResidentMemory,
         *,
         control: CoordinatorClient,
         transfers: TransferQueue,
-        flush_shards: Callable[[Deadline], bool],
         store_ms: int,
+    ) -> None:
+        self._specs = {False: spec, True: replace(spec, private=True)}
+        self._parts = parts
+        self._memory = memory
+        self._control = control
+        self._transfers = transfers
+        self._store_ms = store_ms
+
+    def store(self, batch: StoreBatch) -> bool:
+        """Stores a batch. Returns whether the cluster has all of it."""
+        blocks, spec = batch.blocks, self._specs[batch.private]
+        pages = [block.page for block in blocks if block.page is not None]
+        assert len(pages) == len(blocks), "a block that was never stored has left the resident set"
+        bound = bind(self._memory.paged(pages), spec, self._parts, len(blocks), writable=False)
+        first = batch.start + len(batch.names) - len(blocks)
+        wanted = self._control.wants_tokens and not batch.private
+        tokens = hashing.token_ids(b"".join(block.tokens for block in blocks) if wanted else b"")
+        deadline = Deadline.after_ms(self._store_ms)
+        transfer = self._transfers.store(
+            batch.names, first, batch.loss, bound, tokens, spec, deadline, start=batch.start
+        )
+        stored = transfer.result()
+        return stored.blocks + stored.deduplicated == len(blocks)
+
+
+class SequenceRunner:
+    """The thread of one client's sequences."""
+
+    def __init__(
+        self,
+        machine: OpenSequences,
+        memory: ResidentMemory,
+        keeper: TableKeeper,
+        stores: SealedStores,
+        *,
+        sync: Callable[[SyncTables, Deadline], TablesSynced],
+        flush_shards: Callable[[Deadline], bool],
         loads_of: Callable[[SequenceRunner], RunnerLoads],
         sweep: Callable[[], None],
     ) -> None:
-        """`loads_of` makes the loads of these sequences. `sweep` is called by the thread after each synchronisation,
-        without the lock."""
+        """`sync` sends changes of tables to the coordinator. `loads_of` makes the loads of these sequences. `sweep` is
+        called by the thread after each synchronisation, without the lock."""
         self.machine = machine
         self.keeper = keeper
         self.memory = memory
         self.lock = StepLock()
-        self._spec = spec
-        self._private_spec = replace(spec, private=True)
-        self._parts = parts
-        self._control = control
-        self._transfers = transfers
+        self._stores = stores
+        self._ask_sync = sync
         self.flush_shards = flush_shards
-        self._store_ms = store_ms
         self.readers: dict[int, None] = {}
         """The threads whose calls of attention read the resident set now."""
         self._turn = StepTurn(self.lock, "another thread brings blocks into the resident set, and others wait for that")
@@ -183,7 +213,7 @@ class SequenceRunner:
         self, states: Sequence[SequenceState], tokens: Sequence[int | Sequence[int]], deadline: Deadline
     ) -> None:
         """Counts the tokens of a step of these sequences, and encodes what leaves their tails. Raises as
-        SequenceMachine.advance; ResidentSetFull as `with_room`."""
+        OpenSequences.advance; ResidentSetFull as `with_room`."""
         with self.lock:
             sealed = self.with_room(lambda: self.machine.advance(states, tokens), deadline)
             for state in states:
@@ -310,7 +340,7 @@ class SequenceRunner:
 
     def _sync(self, sync: SyncTables) -> bool:
         try:
-            answer = self._control.ask(TablesSynced, self._spec, sync, Deadline.after_ms(_SYNC_MS))
+            answer = self._ask_sync(sync, Deadline.after_ms(_SYNC_MS))
         except KVClusterError:
             with self.lock:
                 self.keeper.failed(time.monotonic_ns())
@@ -322,25 +352,9 @@ class SequenceRunner:
     def _store(self, batch: StoreBatch) -> None:
         committed = False
         with suppress(KVClusterError):  # the blocks stay here, and are tried again
-            committed = self._stored(batch)
+            committed = self._stores.store(batch)
         with self.lock:
             self.machine.stores.ended(batch, committed=committed)
             self._storing = 0
             self._store_at = 0.0 if committed else time.monotonic() + _RETRY_S
             self.lock.notify_all()
-
-    def _stored(self, batch: StoreBatch) -> bool:
-        """Stores a batch. Returns whether the cluster has all of it."""
-        blocks, spec = batch.blocks, self._private_spec if batch.private else self._spec
-        pages = [block.page for block in blocks if block.page is not None]
-        assert len(pages) == len(blocks), "a block that was never stored has left the resident set"
-        bound = bind(self.memory.paged(pages), spec, self._parts, len(blocks), writable=False)
-        first = batch.start + len(batch.names) - len(blocks)
-        wanted = self._control.wants_tokens and not batch.private
-        tokens = hashing.token_ids(b"".join(block.tokens for block in blocks) if wanted else b"")
-        deadline = Deadline.after_ms(self._store_ms)
-        transfer = self._transfers.store(
-            batch.names, first, batch.loss, bound, tokens, spec, deadline, start=batch.start
-        )
-        stored = transfer.result()
-        return stored.blocks + stored.deduplicated == len(blocks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcluster.sequences.blocks import PageNumber
-from kvcluster.sequences.memory import ResidentMemory
+from kvcluster.sequences.resident_memory import ResidentMemory
 from kvcluster.transfers.layouts import Paged
 
 

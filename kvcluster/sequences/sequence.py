@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvcluster.core import limits
 from kvcluster.errors import CallerError
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.row_operations import SequenceRow
 from kvcluster.sequences.state import SequenceState
 from kvcluster.sequences.statistics import AttendExplanation, SequenceUse, sequence_use
 from kvcluster.sequences.step_lock import whole
+from kvcluster.sequences.window_policy import WindowPolicy
 from kvcluster.transfers.layouts import kind_of
 from kvcluster.transfers.long_chains import TokenIds
 from kvcluster.transfers.unpicklable import Unpicklable

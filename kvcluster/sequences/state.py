@@ -28,7 +28,7 @@ from kvcluster.core.ids import SEQUENCE_BYTES, BlockHash, SequenceId
 from kvcluster.core.miss import Loss
 from kvcluster.sequences.block_table import ABSENT, BlockTable
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.policy import WindowPolicy
+from kvcluster.sequences.window_policy import WindowPolicy
 
 
 class SealExtent(Enum):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvcluster.sequences.attend_planner import SpanChoice
 from kvcluster.sequences.block_table import ABSENT, CODED
 from kvcluster.sequences.blocks import StoreState
-from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.open_sequences import OpenSequences
 from kvcluster.sequences.state import SequenceState
 
 
@@ -95,7 +95,7 @@ def sequence_use(state: SequenceState) -> SequenceUse:
     )
 
 
-def resident_use(machine: SequenceMachine, borrowed: int, waiting: int, block_tokens: int) -> ResidentUse:
+def resident_use(machine: OpenSequences, borrowed: int, waiting: int, block_tokens: int) -> ResidentUse:
     """Returns what all sequences take; `borrowed` pages, and `waiting` blocks to be stored."""
     pages = machine.pages
     slots = {codec: pages.coded(codec) for codec in CODED}

@@ -1,6 +1,6 @@
 """Layouts: how the caller's memory is laid out, in the terms that engines use.
 
-A layout only describes where blocks lie: transfers/memory.py binds it to a spec, and checks it. Wherever it has a
+A layout only describes where blocks lie: transfers/bound_memory.py binds it to a spec, and checks it. Wherever it has a
 tensor, it takes an array of another library as well: a numpy array, or one with DLPack.
 
 Checks of the arguments of a call, made before the client asks or moves anything.

@@ -10,14 +10,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Explain, Explained, ReadRequest
-from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.bound_memory import BoundMemory
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.load_sink import LoadSink
-from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.plan_messages import (
     Answered,
     AskElsewhere,
@@ -44,8 +42,6 @@ class LoadExecutor:
         self,
         control: CoordinatorClient,
         shards: ShardConnections,
-        spec: KVSpec,
-        namespace: NamespaceId,
         into: BoundMemory,
         progress: LoadProgress,
         deadline: Deadline,
@@ -54,8 +50,6 @@ class LoadExecutor:
     ) -> None:
         self._control = control
         self._shards = shards
-        self._spec = spec
-        self._namespace = namespace
         self._into = into
         self._progress = progress
         self._deadline = deadline
@@ -83,12 +77,13 @@ class LoadExecutor:
 
     def _read(self, start: StartRead) -> LoadEvent:
         """Runs one exchange."""
+        spec, namespace = self._progress.spec, self._progress.body.namespace
         wants = start.ranges.pieces.wants
-        request = ReadRequest(self._namespace, start.attempt, start.shard.epoch, wants, start.accept)
-        sink = LoadSink(self._namespace, self._spec, self._into, start.ranges, self._progress, self._layer_came)
+        request = ReadRequest(namespace, start.attempt, start.shard.epoch, wants, start.accept)
+        sink = LoadSink(namespace, spec, self._into, start.ranges, self._progress, self._layer_came)
         start.ranges.heard_ns = time.monotonic_ns()  # the exchange may have waited for a thread
         try:
-            progress = self._shards.read(start.shard, self._spec, request, sink, self._deadline)
+            progress = self._shards.read(start.shard, spec, request, sink, self._deadline)
             return ReadEnded(start.exchange, run_to_completion(progress))
         except Unavailable as trouble:
             return ReadEnded(start.exchange, error=trouble.with_traceback(None))  # it would hold the caller's memory
@@ -100,10 +95,11 @@ class LoadExecutor:
         for question in ask.questions:
             explain = Explain(question.hashes, question.need)
             try:
-                answers.append(self._control.ask(Explained, self._spec, explain, Deadline(ask.until_ns)))
+                answers.append(self._control.ask(Explained, self._progress.spec, explain, Deadline(ask.until_ns)))
             except KVClusterError:  # earlier answers are used; the plan knows why the other blocks failed
                 break
         return Answered(ask.number, answers)
 
     def _report(self, report: ReportCorrupt) -> None:
-        self._shards.suspect(report.shard, self._spec, self._namespace, report.keys, self._deadline)
+        progress = self._progress
+        self._shards.suspect(report.shard, progress.spec, progress.body.namespace, report.keys, self._deadline)

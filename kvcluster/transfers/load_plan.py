@@ -2,8 +2,9 @@
 
 A load reads from several shards by exchanges, each of which owns its ranges of the caller's memory (read_ranges.py)
 until it has ended or is stopped. Pieces that an exchange does not bring are read from other shards within the same
-deadline (retry.py). So are the pieces of an exchange that has been silent for a while; if no other shard has them, that
-exchange goes on. Layers that do not match their checksums are read from another shard too, and reported to their shard.
+deadline (failover.py). So are the pieces of an exchange that has been silent for a while; if no other shard has them,
+that exchange goes on. Layers that do not match their checksums are read from another shard too, and reported to their
+shard.
 
     NEW --Begin--> RUNNING --all arrived, or no other replica is left--> ENDED
                       |---Cancel, an error, the deadline---> STOPPING --every exchange has stopped--> ENDED
@@ -11,11 +12,6 @@ exchange goes on. Layers that do not match their checksums are read from another
 An event that names an exchange or a question which is over changes nothing: answers may be late. An executor sends one
 ReadEnded for each StartRead that it was not told to stop as a whole, and one ReadStopped for each StopRead, within one
 chunk. Only executors count how far the load has come (load_progress.py); the plan reads it there.
-
-Shares: how the pages written to or read from one shard are divided among parallel exchanges.
-
-A transport says how many parallel exchanges with one shard are fastest (base.DataPath, `streams`). Each exchange gets a
-run of consecutive pages, so that its pages keep the order of their use. This module only does arithmetic over sizes.
 """
 
 from __future__ import annotations
@@ -28,12 +24,12 @@ from enum import Enum
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import ShardAddress, TicketBody
+from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import INGEST
+from kvcluster.transfers.failover import Alternatives, Failover, OpenQuestions, Replicas
 from kvcluster.transfers.load_progress import LoadProgress
-from kvcluster.transfers.pieces import Piece, PieceList, sizes
+from kvcluster.transfers.pieces import Piece, PieceList, sizes, split_among_exchanges
 from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     Answered,
@@ -50,32 +46,9 @@ from kvcluster.transfers.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.transfers.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.transfers.read_ranges import ReadRanges
-from kvcluster.transfers.retry import Alternatives, Question, RetryPlan
+from kvcluster.transfers.shard_health import SILENT_SHARE, AskAgain, Permit, ShardHealth
 from kvcluster.transport.base import Streams
-
-
-def split_among_exchanges(sizes: Sequence[int], most: int, longest: int | None = None) -> list[range]:
-    """Divides `sizes` into consecutive runs of about the same number of bytes; none is empty. Returns at most `most`
-    runs: more than one only of STREAM_BYTES each, and more than two only of WIDE_STREAM_BYTES each. A page is not
-    divided. A run of more than `longest` pages is divided once more."""
-    total = sum(sizes)
-    wide = max(2, total // limits.WIDE_STREAM_BYTES)
-    ways = max(1, min(most, wide, len(sizes), total // limits.STREAM_BYTES))
-    runs: list[range] = []
-    start = done = 0
-    for stop, size in enumerate(sizes, 1):
-        done += size
-        number = len(runs) + 1
-        if done * ways >= total * number or len(sizes) - stop == ways - number:
-            runs.append(range(start, stop))
-            start = stop
-    assert sum(map(len, runs)) == len(sizes) and len(runs) <= ways
-    if longest is None:
-        return runs
-    return [run[at : at + longest] for run in runs for at in range(0, len(run), longest)]
-
 
 READERS = 32
 """Exchanges by which a client reads at once: sixteen shards with two streams each."""
@@ -99,38 +72,35 @@ class LoadPlan:
 
     def __init__(
         self,
-        body: TicketBody,
-        spec: KVSpec,
-        parts: Sequence[Part | None],
-        pieces: Mapping[ShardAddress, Sequence[Piece]],
         progress: LoadProgress,
-        policy: ShardPolicy,
+        pieces: Mapping[ShardAddress, Sequence[Piece]],
+        parts: Sequence[Part | None],
+        health: ShardHealth,
         *,
         streams: Callable[[ShardAddress], Streams],
         next_attempt: Callable[[], Attempt],
         deadline_ns: int,
         on_device: bool = False,
     ) -> None:
-        self._spec = spec
         self._pieces = pieces
         self._progress = progress
-        self._policy = policy
+        self._health = health
         self._streams = streams
         self._on_device = on_device
         self._next_attempt = next_attempt
         self._deadline_ns = deadline_ns
         self._decodes = any(
             source.loss is Loss.Q4 and source.tier > INGEST
-            for run in body.runs
+            for run in progress.body.runs
             for group in run.plan
             for source in group or ()
         )
-        self._retry = RetryPlan(body.hashes, parts, body.need.accept)
+        replicas = Replicas(progress.body.hashes, parts, progress.body.need.accept)
+        self._failover = Failover(replicas, progress, deadline_ns)
         self._began_ns = 0
         self._patience_ns = 0
         self._numbers = itertools.count(1)
         self._exchanges: dict[int, ReadExchange] = {}
-        self._asked: dict[int, AskedElsewhere] = {}
         self._state = _LoadState.NEW
         self._why = Miss(MissReason.SHARD_LOST)  # the reason of blocks without a recorded failure
         self._error: BaseException | None = None
@@ -171,7 +141,7 @@ class LoadPlan:
                     effects += self._stop(_LATE)
                 elif self._state is _LoadState.RUNNING:
                     effects += self._hedge(now)
-        if self._state is not _LoadState.NEW and not self._exchanges and not self._asked:
+        if self._state is not _LoadState.NEW and not self._exchanges and not self._failover.asking:
             effects.append(self._outcome(now))
             self._state = _LoadState.ENDED
         return effects
@@ -195,9 +165,9 @@ class LoadPlan:
         for shard, its_pieces in pieces.items():
             of_shard = PieceList.of(its_pieces)
             most = min(self._fastest(self._streams(shard)), spare // len(pieces))
-            for run in split_among_exchanges(sizes(of_shard, self._spec), most, limits.READ_PAGES):
+            for run in split_among_exchanges(sizes(of_shard, self._progress.spec), most, limits.READ_PAGES):
                 share = of_shard[run.start : run.stop]
-                permit = self._policy.permit(shard, now)
+                permit = self._health.permit(shard, now)
                 if isinstance(permit, Miss):
                     effects += self._look(shard, [(rest, permit) for rest in share], [], now)
                     continue
@@ -217,7 +187,7 @@ class LoadPlan:
         exchange = self._exchanges.pop(event.exchange, None)
         if exchange is None:
             return []
-        verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
+        verdict = self._health.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
         if self._state is _LoadState.STOPPING:
             return self._report(exchange)
         if isinstance(verdict, BaseException):
@@ -253,46 +223,18 @@ class LoadPlan:
         lossy: Sequence[tuple[Piece, Miss]],
         now: int,
     ) -> list[LoadEffect]:
-        """Asks for other replicas of these pieces. For those `gone`, this shard has failed, and is not asked again."""
-        for rest, why in (*gone, *lossy):
-            self._progress.failed(rest.block, why)
-        self._retry.failed(shard.shard, (rest for rest, _ in gone))
-        rests = [rest for rest, _ in (*gone, *lossy)]
-        return self._ask(rests, None, now)
-
-    def _ask(self, rests: Sequence[Piece], silent: int | None, now: int) -> list[LoadEffect]:
-        questions = tuple(self._retry.questions(rests)) if now < self._deadline_ns else ()
-        if not questions:
-            return []
-        number = next(self._numbers)
-        self._asked[number] = AskedElsewhere(questions, tuple(rests), silent)
-        return [AskElsewhere(number, questions, now + (self._deadline_ns - now) // ASKING_SHARE)]
+        """Asks for other replicas of these pieces (Failover.lost)."""
+        return _asking(self._failover.lost(shard, gone, lossy, now))
 
     def _answered(self, event: Answered, now: int) -> list[LoadEffect]:
-        asked = self._asked.pop(event.number, None)
-        if asked is None:
+        answered = self._failover.answered(event.number, event.answers)
+        if answered is None:
             return []
-        found: Alternatives = {}
-        for question, explained in zip(asked.questions, event.answers, strict=False):
-            found |= self._retry.found(question, explained.fates)
-        for sources in found.values():
-            self._progress.expect_loss(max((source.loss for source in sources), default=Loss.EXACT))
+        asked, found = answered
         if asked.silent is not None:
             exchange = self._exchanges.get(asked.silent)
             return [] if exchange is None else self._take_away(exchange, found)
-        return self._start(self._alternatives(asked.rests, found), now)
-
-    def _alternatives(self, rests: Sequence[Piece], found: Alternatives) -> dict[ShardAddress, list[Piece]]:
-        """Returns pieces on other shards that replace these; pieces without another replica are left out. No exchange
-        owns `rests`."""
-        pieces: dict[ShardAddress, list[Piece]] = {}
-        for rest in rests:
-            placed = self._retry.alternatives(rest, found)
-            if placed is not None:
-                self._progress.replace(rest, [piece for _, piece in placed])
-                for shard, piece in placed:
-                    pieces.setdefault(shard, []).append(piece)
-        return pieces
+        return self._start(self._failover.replace(asked.rests, found), now)
 
     def _report(self, exchange: ReadExchange) -> list[LoadEffect]:
         """Reports to the shard which of its pages did not match their checksums here."""
@@ -309,15 +251,14 @@ class LoadPlan:
             if not exchange.hedged and exchange.ranges.heard_ns + self._patience_ns <= now:
                 exchange.hedged = True
                 rests = [rest for _, rest in exchange.missing()]
-                self._retry.failed(exchange.shard.shard, rests)
-                effects += self._ask(rests, exchange.number, now)
+                effects += _asking(self._failover.silent(exchange.shard, rests, exchange.number, now))
         return effects
 
     def _take_away(self, exchange: ReadExchange, found: Alternatives) -> list[LoadEffect]:
         """Stops a silent exchange for the items that other shards have; it goes on with its other items."""
         items: dict[int, bool] = {}
         for item, rest in exchange.missing():
-            items[item] = items.get(item, True) and self._retry.alternatives(rest, found) is not None
+            items[item] = items.get(item, True) and self._failover.covers(rest, found)
         taken = tuple(item for item, elsewhere in items.items() if elsewhere)
         if not taken:
             return []
@@ -332,9 +273,9 @@ class LoadPlan:
             return self._hand_over(exchange, now) if self._state is _LoadState.RUNNING else []
         del self._exchanges[event.exchange]
         if self._state is _LoadState.STOPPING:
-            self._policy.gave_up(exchange.permit)
+            self._health.gave_up(exchange.permit)
             return self._report(exchange)
-        self._policy.failed(exchange.permit, _silent(exchange.shard), now)
+        self._health.failed(exchange.permit, _silent(exchange.shard), now)
         return [*self._report(exchange), *self._hand_over(exchange, now)]
 
     def _hand_over(self, exchange: ReadExchange, now: int) -> list[LoadEffect]:
@@ -346,7 +287,7 @@ class LoadPlan:
         exchange.handed_over.update(dict.fromkeys(items))
         for rest in rests:
             self._progress.failed(rest.block, _silent(exchange.shard))
-        return self._start(self._alternatives(rests, found), now)
+        return self._start(self._failover.replace(rests, found), now)
 
     # ----------------------------------------------------------------------------------------- stopping
 
@@ -355,8 +296,12 @@ class LoadPlan:
             return []
         self._state = _LoadState.STOPPING
         self._why = why
-        self._asked.clear()
+        self._failover.stop()
         return [StopRead(number, None) for number in self._exchanges]
+
+
+def _asking(asked: OpenQuestions | None) -> list[LoadEffect]:
+    return [] if asked is None else [AskElsewhere(asked.number, asked.questions, asked.until_ns)]
 
 
 def _silent(shard: ShardAddress) -> Miss:
@@ -366,10 +311,7 @@ def _silent(shard: ShardAddress) -> Miss:
 @dataclass(eq=False, slots=True)
 class ReadExchange:
     """One read that is under way. `handed_over`: the items that other exchanges bring. `stopping`: the items that it
-    was told to stop, and their other replicas.
-
-    What a load is waiting for: a shard that sends pieces, or the coordinator that says where else pieces are.
-    """
+    was told to stop, and their other replicas."""
 
     number: int
     shard: ShardAddress
@@ -384,13 +326,3 @@ class ReadExchange:
         """Returns the pieces that it still has to bring, by item."""
         items = (item for item in self.ranges.unfinished() if item not in self.handed_over)
         return [(item, rest) for item in items for rest in self.ranges.left(item)]
-
-
-@dataclass(frozen=True, slots=True)
-class AskedElsewhere:
-    """An open question for other replicas of `rests`. `silent`: the exchange that may still bring them, None if it has
-    ended."""
-
-    questions: tuple[Question, ...]
-    rests: tuple[Piece, ...]
-    silent: int | None

@@ -24,7 +24,8 @@ class LoadProgress:
     def __init__(
         self, body: TicketBody, spec: KVSpec, pieces: Mapping[ShardAddress, Sequence[Piece]], first: int = 0
     ) -> None:
-        self._spec = spec
+        self.body = body
+        self.spec = spec
         self._first = first  # the caller already has the blocks before it
         self._lock = threading.Lock()  # held for counting only, never while bytes move
         self._nbytes = 0
@@ -77,7 +78,7 @@ class LoadProgress:
         others = list(others)
         with self._lock:
             self._left[rest.block] += sum(piece.layers for piece in others) - rest.layers
-            for layer, count in layer_counts(PieceList.of(others), self._spec).items():
+            for layer, count in layer_counts(PieceList.of(others), self.spec).items():
                 self._layers[layer] += count - 1  # one is `rest` itself
 
     def failed(self, block: int, why: Miss) -> None:

@@ -2,7 +2,7 @@
 
 It writes only what its exchange owns (read_ranges.py), under the gate of its ranges. Bytes that lie in memory, a
 shard's arena or a stage that a stream fills, come as a batch of copies; the first executor that accepts the batch
-carries it out in slices, and the executor in Python (python_copies.py) accepts any batch.
+carries it out in slices, and the executor in Python (python_verified_copies.py) accepts any batch.
 
 Layers that do not verify may lie in the caller's memory, but are never counted as arrived: their block has failed,
 unless another shard's bytes replace them. A bulk load has many thousands of records, so values that are the same for
@@ -34,9 +34,9 @@ from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.codec import RAW
+from kvcluster.transfers.bound_memory import BoundMemory
 from kvcluster.transfers.load_progress import LoadProgress
-from kvcluster.transfers.memory import BoundMemory
-from kvcluster.transfers.python_copies import BatchCopies, PythonCopies
+from kvcluster.transfers.python_verified_copies import BatchCopies, PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transport.base import ExchangeCopies
 

@@ -15,7 +15,7 @@ it is made, and it is a copy: an engine that goes on appending to its own list o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -66,28 +66,24 @@ class ChainGrant:
 
 
 class ChainPreparer:
-    """Asks how far one chain can be loaded, in as many messages as it takes. `end` gives up an attempt's hold."""
+    """Asks how far one chain can be loaded, in as many messages as it takes, each like `question` but for the attempt
+    and the hashes. `end` gives up an attempt's hold."""
 
     def __init__(
         self,
         control: CoordinatorClient,
         spec: KVSpec,
-        need: Need,
+        question: PrepareLoad,
         deadline: Deadline,
         *,
-        hold: bool,
-        awaited: int | None = None,
-        again: bool = False,
         next_attempt: Callable[[], Attempt],
         end: Callable[[Attempt], object],
     ) -> None:
         self._control = control
         self._spec = spec
-        self._need = need
+        self._question = question
+        self._need = question.need
         self._deadline = deadline
-        self._hold = hold
-        self._awaited = awaited
-        self._again = again
         self._next_attempt = next_attempt
         self._end = end
 
@@ -122,8 +118,9 @@ class ChainPreparer:
         """Prepares as many leading blocks of these as can be, and adds them."""
         for some in in_messages(hashes) if hashes else [()]:  # no block is a question, too: whether it answers
             attempt = self._next_attempt()
-            awaited = None if self._awaited is None else max(0, self._awaited - granted.blocks)
-            question = PrepareLoad(attempt, some, need, self._hold, awaited, self._again)
+            awaited = self._question.awaited
+            awaited = None if awaited is None else max(0, awaited - granted.blocks)
+            question = replace(self._question, attempt=attempt, hashes=some, need=need, awaited=awaited)
             grant = self._control.ask(LoadGrant, self._spec, question, self._deadline)
             granted.answered = True
             granted.blocks += grant.blocks

@@ -13,7 +13,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of
-from kvcluster.transfers.footprints import Footprint
+from kvcluster.transfers.memory_overlaps import Footprint
 
 
 class PartMemory(Protocol):

@@ -11,11 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
+from kvcluster.core import limits
+from kvcluster.core.columns import ColumnSequence
 from kvcluster.core.groups import Part
 from kvcluster.core.groups import cover as choose
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, PageWants, ShardAddress, Source, TicketBody, WantKind
-from kvcluster.core.rows import ColumnSequence
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError
 
@@ -252,3 +253,27 @@ def _without(hole: Part, filled: Part) -> list[Part]:
         Part(both.layer_start, both.layer_stop, both.head_stop, hole.head_stop),
     ]
     return [part for part in left if part.layers and part.heads]
+
+
+def split_among_exchanges(sizes: Sequence[int], most: int, longest: int | None = None) -> list[range]:
+    """Divides `sizes` into consecutive runs of about the same number of bytes; none is empty. Returns at most `most`
+    runs: more than one only of STREAM_BYTES each, and more than two only of WIDE_STREAM_BYTES each. A page is not
+    divided. A run of more than `longest` pages is divided once more.
+
+    A transport says how many parallel exchanges with one shard are fastest (base.DataPath, `streams`). Each gets a run
+    of consecutive pages, so that its pages keep the order of their use."""
+    total = sum(sizes)
+    wide = max(2, total // limits.WIDE_STREAM_BYTES)
+    ways = max(1, min(most, wide, len(sizes), total // limits.STREAM_BYTES))
+    runs: list[range] = []
+    start = done = 0
+    for stop, size in enumerate(sizes, 1):
+        done += size
+        number = len(runs) + 1
+        if done * ways >= total * number or len(sizes) - stop == ways - number:
+            runs.append(range(start, stop))
+            start = stop
+    assert sum(map(len, runs)) == len(sizes) and len(runs) <= ways
+    if longest is None:
+        return runs
+    return [run[at : at + longest] for run in runs for at in range(0, len(run), longest)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import Explained, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss
+from kvcluster.transfers.failover import Question
 from kvcluster.transfers.read_ranges import ReadRanges
-from kvcluster.transfers.retry import Question
 from kvcluster.transfers.transfer import Loaded, Stored
 
 # ------------------------------------------------------------------------------------------------- both

@@ -1,7 +1,13 @@
 """The client's connections to shards: one transport per incarnation, attached before use, kept while it works.
 
-policy.py decides which shard is asked and what its failures mean: loads and stores already have a permit, and other
-questions (flush, suspect, borrow) get one here.
+shard_health.py decides which shard is asked and what its failures mean: loads and stores already have a permit, and
+other questions (flush, suspect, borrow) get one here.
+
+Opens the connections to shards before they are needed.
+
+A client otherwise chooses the transport to a shard when it first moves pages there, which takes a few hundred
+milliseconds. That does not matter for a store in the background, but it delays a first load, or a store that the caller
+waits for.
 """
 
 from __future__ import annotations
@@ -33,7 +39,8 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError, VersionError
 from kvcluster.runtime.uninterrupted import without_interrupt
-from kvcluster.transfers.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.shard_health import INCARNATIONS, AskAgain, ShardHealth, refusal
 from kvcluster.transport.attend_session import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
@@ -56,7 +63,7 @@ R = TypeVar("R")
 
 
 class CircuitOpen(Unavailable):
-    """The shard has failed so often that it is not asked for a while (policy.py)."""
+    """The shard has failed so often that it is not asked for a while (shard_health.py)."""
 
 
 OpenTransport = Callable[[ShardAddress], Transport]
@@ -67,19 +74,19 @@ class ShardConnections:
     """The connections by shard; thread-safe.
 
     When an incarnation is first asked, the connections to those of lower epochs are closed: they are gone. One to a
-    higher epoch is kept, since the lower one may be an old ticket's (policy.py).
+    higher epoch is kept, since the lower one may be an old ticket's (shard_health.py).
     """
 
     def __init__(
         self,
         open_transport: OpenTransport,
-        policy: ShardPolicy,
+        health: ShardHealth,
         lock: threading.RLock,
         *,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._open = open_transport
-        self._policy = policy
+        self._health = health
         self._clock = clock
         # By shard and incarnation, the last asked last.
         self._connections: dict[str, dict[ShardAddress, ShardConnection]] = {}
@@ -189,7 +196,7 @@ class ShardConnections:
         its breaker is not closed, so that a single exchange shows whether the shard answers."""
         with self._lock:
             connection = self._known(shard)
-            if connection is None or connection.transport is None or not self._policy.serves(shard):
+            if connection is None or connection.transport is None or not self._health.serves(shard):
                 return ONE_STREAM
             return connection.transport.streams
 
@@ -230,7 +237,7 @@ class ShardConnections:
     def breakers(self) -> dict[str, dict[str, Any]]:
         """Returns by shard its breaker's state, the failures in a row, and for how long it will not be asked."""
         with self._lock:
-            return self._policy.status(self._clock())
+            return self._health.status(self._clock())
 
     def close(self) -> None:
         """Ends exchanges that are under way. May be called from any thread, and again."""
@@ -274,10 +281,10 @@ class ShardConnections:
 
     @contextmanager
     def _permitted(self, shard: ShardAddress, deadline: Deadline) -> Iterator[None]:
-        """Takes a permit, and reports to the policy how the body ended."""
+        """Takes a permit, and reports to it how the body ended."""
         deadline.check()  # a call that is already late says nothing about the shard
         with self._lock:
-            permit = self._policy.permit(shard, self._clock())
+            permit = self._health.permit(shard, self._clock())
         if isinstance(permit, Miss):
             raise CircuitOpen(permit)
         error: BaseException | None = None
@@ -288,7 +295,7 @@ class ShardConnections:
             raise
         finally:
             with self._lock:
-                self._policy.ended(permit, error, self._clock())
+                self._health.ended(permit, error, self._clock())
 
     @contextmanager
     def _attached(
@@ -369,3 +376,21 @@ class ShardConnection:
         """Closes the transport, if there is one."""
         if self.transport is not None:
             self.transport.close()
+
+
+def warm_up(
+    control: CoordinatorClient,
+    shards: ShardConnections,
+    spec: KVSpec,
+    parts: Sequence[Part | None],
+    next_attempt: Callable[[], Attempt],
+    deadline: Deadline,
+) -> None:
+    """Pings each shard that is up, which opens its connection. Failures are ignored: the first call that needs the
+    shard connects then."""
+    place = next((group, part) for group, part in enumerate(parts) if part is not None)
+    with suppress(KVClusterError):
+        attached = control.attach(spec, deadline)
+        for shard in attached.shards:
+            with suppress(KVClusterError, RefusedByShard):  # refused, if it has restarted since
+                shards.ping(shard, spec, attached.namespace, next_attempt(), place, deadline)

@@ -34,8 +34,8 @@ from kvcluster.core.miss import PURGING, Loss, Miss, MissReason
 from kvcluster.core.placement import run_start
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.bound_memory import BoundMemory
 from kvcluster.transfers.coordinator_client import CoordinatorClient
-from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.plan_messages import (
     AskStore,
     CloseTicket,
@@ -58,20 +58,23 @@ from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transfers.store_source import StoreSource
 from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.here import here
+from kvcluster.transport.process_location import here
 
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
     """What a store writes: these `parts` of the blocks of a chain from index `first` on. `hashes[0]` is the hash of the
     block at index `start`. Unless it is 0, the block before `first` and all of the placement run of `first` are among
-    `hashes`. `loss` is that of the prefix over which the blocks were computed. `attempt` names the ticket. A shard that
-    is full waits up to `wait_ns` for room."""
+    `hashes`. `loss` is that of the prefix over which the blocks were computed. `tokens`: the token ids of the new
+    blocks, for clusters that want them. `attempt` names the ticket. A shard that is full waits up to `wait_ns` for
+    room."""
 
+    spec: KVSpec
     hashes: Sequence[BlockHash]
     first: int
     parts: tuple[tuple[int, Part], ...]
     loss: Loss
+    tokens: Sequence[int]
     attempt: Attempt
     wait_ns: int
     start: int = 0
@@ -137,12 +140,10 @@ _END_TICKET_MS = 1_000
 ended too. Only the next store waits for it."""
 
 
-def prepare_store(
-    terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str, *, at: int = 0
-) -> PrepareStore:
+def prepare_store(terms: StoreTerms, attached: Attached, host: str, *, at: int = 0) -> PrepareStore:
     """Returns the question of a store, about its new blocks from index `at` on, as many as one message may name.
     `attached` says how the cluster places runs and whether it wants token ids."""
-    step = len(tokens) // max(1, len(terms.new)) if attached.wants_tokens else 0
+    step = len(terms.tokens) // max(1, len(terms.new)) if attached.wants_tokens else 0
     most = max(1, min(limits.BLOCKS_PER_CALL, limits.STORE_TOKENS // max(1, step)))
     first, hashes = terms.first + at, terms.new[at : at + most]
     return PrepareStore(
@@ -154,40 +155,41 @@ def prepare_store(
         parts=terms.parts,
         loss=terms.loss,
         host=host,
-        tokens=tuple(tokens[at * step : (at + len(hashes)) * step]),
+        tokens=tuple(terms.tokens[at * step : (at + len(hashes)) * step]),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class StoreCallbacks:
+    """What an executor calls: `deliver` takes events from any thread; `drained` when the source is free, `finish` with
+    the outcome, and `over` when the next store may begin."""
+
+    deliver: Callable[[StoreEvent], object]
+    drained: Callable[[], object]
+    finish: Callable[[Stored | None, BaseException | None], object]
+    over: Callable[[], object]
+
+
 class StoreExecutor:
-    """Executes one store. `deliver` takes events from any thread. Calls `drained` when the source is free, `finish`
-    with the outcome, and `over` when the next store may begin."""
+    """Executes one store, from `source`."""
 
     def __init__(
         self,
         control: CoordinatorClient,
         shards: ShardConnections,
-        spec: KVSpec,
         terms: StoreTerms,
-        tokens: Sequence[int],
         source: BoundMemory,
         deadline: Deadline,
-        deliver: Callable[[StoreEvent], object],
-        drained: Callable[[], object],
-        finish: Callable[[Stored | None, BaseException | None], object],
-        over: Callable[[], object],
+        callbacks: StoreCallbacks,
+        *,
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self._control = control
         self._shards = shards
-        self._spec = spec
         self._terms = terms
-        self._tokens = tokens
         self._source = source
         self._deadline = deadline
-        self._deliver = deliver
-        self._drained = drained
-        self._finish = finish
-        self._over = over
+        self._callbacks = callbacks
         self._next_attempt = next_attempt
         self._sources: dict[int, StoreSource] = {}
         self._tickets: list[Attempt] = []  # those that the coordinator has, or may have
@@ -200,13 +202,13 @@ class StoreExecutor:
                 jobs.append(self._ask)
             case StartWrite(exchange, _, request, blocks):
                 source = StoreSource(
-                    self._spec,
+                    self._terms.spec,
                     request.namespace,
                     request.pages,
                     blocks,
                     self._source,
                     self._deadline,
-                    lambda: self._deliver(SourceDrained(exchange)),
+                    lambda: self._callbacks.deliver(SourceDrained(exchange)),
                 )
                 self._sources[exchange] = source
                 jobs.append(partial(self._write, effect, source))
@@ -214,38 +216,38 @@ class StoreExecutor:
                 self._sources[exchange].stop()
                 return WriteStopped(exchange)
             case FreeSource():
-                self._drained()
+                self._callbacks.drained()
             case CloseTicket():
                 jobs.append(self._end_tickets)
             case FinishStore(stored, error):
                 self._ended.set()
-                self._finish(stored, error)
+                self._callbacks.finish(stored, error)
             case StoreOver():
                 self._sources.clear()
-                self._over()
+                self._callbacks.over()
         return None
 
     def _ask(self) -> StoreEvent:
         """Asks about all blocks, in as many messages as it takes, each with a ticket of its own."""
         asked = False
         try:
-            attached = self._control.attach(self._spec, self._deadline)
+            attached = self._control.attach(self._terms.spec, self._deadline)
             asked = True
             runs = list(self._ask_at(attached, 0, self._terms.attempt))
             while (at := sum(run.count for run in runs)) < len(self._terms.new):
                 runs += self._ask_further(attached, at)
-            return StoreGranted(self._control.namespace(self._spec, self._deadline), StoreGrant(tuple(runs)))
+            return StoreGranted(self._control.namespace(self._terms.spec, self._deadline), StoreGrant(tuple(runs)))
         except BaseException as error:
             return NotGranted(error, asked)
 
     def _ask_at(self, attached: Attached, at: int, attempt: Attempt) -> Sequence[StoreRun]:
         """Asks about the blocks from `at` on that one message may name; again for a while if the shards are carrying
         out a purge, as after `clear`."""
-        prepare = prepare_store(self._terms, attached, self._tokens, here(), at=at)
+        prepare = prepare_store(self._terms, attached, here(), at=at)
         wait = Deadline.after_ms(min(self._terms.wait_ns / 1e6, self._deadline.remaining_s() * 1e3))
         while True:
             self._tickets.append(attempt)
-            grant = self._control.ask(StoreGrant, self._spec, replace(prepare, attempt=attempt), self._deadline)
+            grant = self._control.ask(StoreGrant, self._terms.spec, replace(prepare, attempt=attempt), self._deadline)
             if all(run.decision is not Decision.WRITE for run in grant.runs):
                 self._tickets.remove(attempt)  # the coordinator keeps none
             purging = attempt not in self._tickets and any(run.miss == PURGING for run in grant.runs)
@@ -266,7 +268,7 @@ class StoreExecutor:
     def _write(self, start: StartWrite, source: StoreSource) -> StoreEvent:
         """Runs one exchange, from its reservation to its outcome."""
         try:
-            outcome = self._shards.write(start.shard, self._spec, start.request, source, self._deadline)
+            outcome = self._shards.write(start.shard, self._terms.spec, start.request, source, self._deadline)
             return WriteEnded(start.exchange, source.nbytes, outcome)
         except Unavailable as trouble:
             error = trouble.with_traceback(None)

@@ -24,8 +24,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec
-from kvcluster.transfers.load_plan import split_among_exchanges
+from kvcluster.transfers.pieces import split_among_exchanges
 from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     AskStore,
@@ -47,7 +46,7 @@ from kvcluster.transfers.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.transfers.policy import AskAgain, Permit, ShardPolicy
+from kvcluster.transfers.shard_health import AskAgain, Permit, ShardHealth
 from kvcluster.transfers.store_executor import PagesToStore, StoreProgress, StoreTerms, pages_of
 from kvcluster.transport.base import PathLost, Streams, Unavailable
 
@@ -86,18 +85,16 @@ class StorePlan:
     def __init__(
         self,
         terms: StoreTerms,
-        spec: KVSpec,
         progress: StoreProgress,
-        policy: ShardPolicy,
+        health: ShardHealth,
         *,
         streams: Callable[[ShardAddress], Streams],
         next_attempt: Callable[[], Attempt],
         deadline_ns: int,
     ) -> None:
         self._terms = terms
-        self._spec = spec
         self._progress = progress
-        self._policy = policy
+        self._health = health
         self._streams = streams
         self._next_attempt = next_attempt
         self._deadline_ns = deadline_ns
@@ -183,7 +180,7 @@ class StorePlan:
         if not by_shard:
             self._ticket = None  # the coordinator keeps no ticket if nothing is to be written
         effects: list[StoreEffect] = []
-        block_bytes = sum(self._spec.page_bytes(group, part) for group, part in self._terms.parts)
+        block_bytes = sum(self._terms.spec.page_bytes(group, part) for group, part in self._terms.parts)
         longest = max(1, limits.WRITE_PAGES // len(self._terms.parts))
         for shard, blocks in by_shard.items():
             most = min(self._streams(shard).stores, WRITERS // len(by_shard))
@@ -195,7 +192,7 @@ class StorePlan:
     def _start(self, of: PagesToStore, now: int, *, reattached: bool = False) -> list[StoreEffect]:
         """Starts an exchange of the pages without an outcome. No two exchanges have pages of one block, so that each
         one determines the outcome of its blocks."""
-        permit = self._policy.permit(of.shard, now)
+        permit = self._health.permit(of.shard, now)
         if isinstance(permit, Miss):
             self._without_answer(of, permit)
             return []
@@ -213,7 +210,7 @@ class StorePlan:
             return []
         of = exchange.of
         of.nbytes += event.nbytes
-        verdict = self._policy.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
+        verdict = self._health.ended(exchange.permit, event.error, now, reattached=exchange.reattached)
         if verdict is None:
             of.ended(exchange.items, event.outcome)
             if not self._pause(of, now):

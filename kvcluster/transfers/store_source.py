@@ -25,8 +25,8 @@ from kvcluster.core.messages import NewPage, NewPages
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum
-from kvcluster.transfers.memory import BoundMemory
-from kvcluster.transfers.python_copies import BatchCopies, PythonCopies
+from kvcluster.transfers.bound_memory import BoundMemory
+from kvcluster.transfers.python_verified_copies import BatchCopies, PythonCopies
 from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies
 
 _DONE = int(CopyStatus.DONE)

@@ -24,7 +24,7 @@ from kvcluster.core.groups import DTYPE_BYTES, Part
 from kvcluster.errors import CallerError
 from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import bytes_at
-from kvcluster.transfers.footprints import BlockRows, Extent, Footprint
+from kvcluster.transfers.memory_overlaps import BlockRows, Extent, Footprint
 from kvcluster.transfers.part_memory import Ask, Pages, PartMemory
 
 _WORDS: dict[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}

@@ -1,7 +1,7 @@
 """Tensors that a caller hands over as the memory of a part: what is checked before tensor_memory.py moves bytes. Arrays
 of other libraries become tensors over their own memory first (array_tensors.py).
 
-memory.py imports this late, because it imports torch.
+bound_memory.py imports this late, because it imports torch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
-from kvcluster.core.messages import Done, EndTicket, Need, RenewTicket, TicketBody
+from kvcluster.core.messages import Done, EndTicket, Need, PrepareLoad, RenewTicket, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, ProtocolError
@@ -168,16 +168,9 @@ class Tickets:
         """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer,
         and those that are known if it stops answering in the middle of a long chain. With `hold` they are not evicted
         until it is released. `awaited` and `again` as in PrepareLoad."""
+        question = PrepareLoad(self._next_attempt(), (), need, hold, awaited, again)
         preparer = ChainPreparer(
-            self._control,
-            spec,
-            need,
-            deadline,
-            hold=hold,
-            awaited=awaited,
-            again=again,
-            next_attempt=self._next_attempt,
-            end=self._end,
+            self._control, spec, question, deadline, next_attempt=self._next_attempt, end=self._end
         )
         granted = preparer.prepare(hashes)
         if not granted.answered:

@@ -28,19 +28,19 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.threads import be_nice
 from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transfers.bandwidth import BandwidthEstimator
+from kvcluster.transfers.bound_memory import BoundMemory
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transfers.deadlines import Timer
 from kvcluster.transfers.layouts import check_open
 from kvcluster.transfers.load_executor import LoadExecutor
 from kvcluster.transfers.load_plan import READERS, LoadPlan
 from kvcluster.transfers.load_progress import LoadProgress
-from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.pieces import plan_pieces
 from kvcluster.transfers.plan_messages import LoadEffect, LoadEvent, StoreEffect, StoreEvent
 from kvcluster.transfers.plan_runner import PlanRunner
-from kvcluster.transfers.policy import ShardPolicy
 from kvcluster.transfers.shard_connections import ShardConnections
-from kvcluster.transfers.store_executor import StoreExecutor, StoreProgress, StoreTerms
+from kvcluster.transfers.shard_health import ShardHealth
+from kvcluster.transfers.store_executor import StoreCallbacks, StoreExecutor, StoreProgress, StoreTerms
 from kvcluster.transfers.store_plan import WRITERS, StorePlan
 from kvcluster.transfers.transfer import Loaded, Stored, Transfer
 from kvcluster.transfers.worker_pool import WorkerPool
@@ -91,7 +91,7 @@ class TransferQueue:
         self,
         control: CoordinatorClient,
         shards: ShardConnections,
-        policy: ShardPolicy,
+        health: ShardHealth,
         lock: threading.RLock,
         parts: tuple[Part | None, ...],
         *,
@@ -103,7 +103,7 @@ class TransferQueue:
         self._bandwidth = BandwidthEstimator()  # updated when a load ends, one at a time
         self._control = control
         self._shards = shards
-        self._policy = policy
+        self._health = health
         self._lock = lock
         self._parts = parts
         self._next_attempt = next_attempt
@@ -134,7 +134,7 @@ class TransferQueue:
         pieces = plan_pieces(body, spec, parts, first)
         progress = LoadProgress(body, spec, pieces, first)
         plan = LoadPlan(
-            *(body, spec, parts, pieces, progress, self._policy),
+            *(progress, pieces, parts, self._health),
             streams=self._shards.streams,
             next_attempt=self._next_attempt,
             deadline_ns=deadline.at_ns,
@@ -145,8 +145,6 @@ class TransferQueue:
             return LoadExecutor(
                 self._control,
                 self._shards,
-                spec,
-                body.namespace,
                 bound,
                 progress,
                 deadline,
@@ -184,24 +182,25 @@ class TransferQueue:
     ) -> Transfer[Stored]:
         """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
-        terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns, start)
+        attempt = self._next_attempt()
+        terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start)
         progress = StoreProgress()
         plan = StorePlan(
-            *(terms, spec, progress, self._policy),
+            *(terms, progress, self._health),
             streams=self._shards.streams,
             next_attempt=self._next_attempt,
             deadline_ns=deadline.at_ns,
         )
-        of_store = self._control, self._shards, spec, terms, tokens, bound, deadline
 
         def executor_of(runner: PlanRunner[StoreEvent, StoreEffect]) -> StoreExecutor:
-            return StoreExecutor(
-                *of_store,
+            callbacks = StoreCallbacks(
                 deliver=runner.deliver,
                 drained=transfer.drained,
                 finish=lambda stored, error: self._store_ended(transfer, stored, error),
                 over=lambda: self._store_over(transfer, runner),
-                next_attempt=self._next_attempt,
+            )
+            return StoreExecutor(
+                self._control, self._shards, terms, bound, deadline, callbacks, next_attempt=self._next_attempt
             )
 
         def cancel(why: Miss) -> None:

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,16 @@ CodedView = tuple[memoryview, Codec]
 _ENCODED = Miss(MissReason.LOSSY, "it lies there encoded, and what is borrowed is not decoded: load it")
 
 
+@dataclass(frozen=True, slots=True)
+class Loans:
+    """The pages that borrowed blocks lie in. `end` gives them back; `abandon` is called instead if the blocks are
+    collected before. That must not wait; it returns whether pages were still borrowed."""
+
+    pages: Sequence[BorrowedPages]
+    end: Callable[[], object]
+    abandon: Callable[[], bool]
+
+
 class BorrowedBlocks(Unpicklable):
     """Blocks of a ticket in place in shared memory. Made by `client.borrow`; thread-safe; a context manager.
 
@@ -78,27 +89,23 @@ class BorrowedBlocks(Unpicklable):
         spec: KVSpec,
         parts: Sequence[Part | None],
         *,
-        loans: Sequence[BorrowedPages],
+        loans: Loans,
         views: Mapping[Place, CodedView],
         misses: Mapping[int, Miss],
         deadline: Callable[[float | None], Deadline],
-        end: Callable[[], object],
-        abandon: Callable[[], bool],
     ) -> None:
-        """`end` gives the pages back; `abandon` is called instead if it is collected before. That must not wait; it
-        returns whether pages were still borrowed."""
         self._process = OwnProcess()
         self.blocks = len(body.hashes)
         self._spec = spec
         self._parts = parts
-        self._loans = loans
+        self._loans = loans.pages
         self._views = views
         self._misses = misses
         self._deadline = deadline
-        self._end = end
+        self._end = loans.end
         self._lock = threading.Lock()
         self._ended = False
-        self._unclosed = weakref.finalize(self, _collected, abandon, self.blocks)
+        self._unclosed = weakref.finalize(self, _collected, loans.abandon, self.blocks)
         self._unclosed.atexit = False
 
     def __repr__(self) -> str:
@@ -256,12 +263,14 @@ class Borrower:
                 body,
                 spec,
                 self._parts,
-                loans=[*loans.values()],
+                loans=Loans(
+                    [*loans.values()],
+                    end=partial(self._give_back, held),
+                    abandon=partial(self._keeper.abandon, [*loans]),
+                ),
                 views=views,
                 misses=misses,
                 deadline=self._deadline,
-                end=partial(self._give_back, held),
-                abandon=partial(self._keeper.abandon, [*loans]),
             )
             with self._lock:
                 check_open(self._closed)

@@ -42,8 +42,8 @@ from kvcluster.transport.base import (
     Unavailable,
 )
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.here import here as this_place
 from kvcluster.transport.path_selector import ControlPath, Opener, PathSelector, said
+from kvcluster.transport.process_location import here as this_place
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
 

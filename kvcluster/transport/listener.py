@@ -2,7 +2,7 @@
 thread.
 
 It knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS connections
-(core/shares.py), or fewer if the process has few descriptors; one more gets an error and is closed.
+(core/tenant_shares.py), or fewer if the process has few descriptors; one more gets an error and is closed.
 Connections whose credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further
 one ends the oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time.
 An error raised by `serve` ends its connection, and is sent to the other side if possible.
@@ -41,7 +41,7 @@ from typing import NoReturn, TypeVar
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket

@@ -1,4 +1,5 @@
-"""Memory that the connections of a listener hold for what their tenants send, by shares of tenants (core/shares.py).
+"""Memory that the connections of a listener hold for what their tenants send, by shares of tenants
+(core/tenant_shares.py).
 
 An amount is taken for what a header claims, before any of it is read, so that a request that has begun never waits for
 another one: what waits here holds nothing of the same memory. Up to limits.SMALL_BODY_BYTES are free of charge, which
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 from kvcluster.transport.base import Deadline, Unavailable
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.columns import make_rows
 from kvcluster.core.groups import Group, Part, Plane, Reuse
 from kvcluster.core.ids import (
     HASH_BYTES,
@@ -33,7 +34,6 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.rows import make_rows
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire.checks import at_most, must, numbers

@@ -25,7 +25,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import Message
 
-from kvcluster.core.rows import make_rows
+from kvcluster.core.columns import make_rows
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import QUANTITY_MAX, TEXT_CHARS, agree, at_most, must, numbers, parse, text
 

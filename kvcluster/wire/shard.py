@@ -2,7 +2,7 @@
 
 frames.py frames those messages; pages/ knows the bytes of pages.
 
-Remote attention: the registration of spans, and the messages of one Attend (core/messages/sequences.py).
+Remote attention: the registration of spans, and the messages of one Attend (core/messages/sequences_and_spans.py).
 
 The query and the results are not in these messages: they follow them as bytes.
 """

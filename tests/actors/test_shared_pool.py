@@ -20,8 +20,8 @@ from kvcluster.actors.local import LocalCluster
 from kvcluster.client.client import Client
 from kvcluster.core import limits
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from tests.device.tensors import Engine
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
 from tests.waiting import eventually

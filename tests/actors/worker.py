@@ -25,7 +25,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.memory import checksum
-from kvcluster.transfers import python_copies
+from kvcluster.transfers import python_verified_copies
 from tests.actors.processes import session, title
 from tests.waiting import eventually
 
@@ -83,7 +83,7 @@ def store(address: str, seed: str, blocks: str, halt: str, halt_at: str, transpo
 
         return gathers
 
-    python_copies.EXECUTORS = ()  # in native code pages are not gathered one by one
+    python_verified_copies.EXECUTORS = ()  # in native code pages are not gathered one by one
     checksum.layer_sums = counted(checksum.layer_sums)
     checksum.copy_sums = counted(checksum.copy_sums)
     with kvcluster.connect(address, SPEC, config=replace(PATIENT, transports=(transport,))) as client:

@@ -13,8 +13,8 @@ from benchmarks.specs import deepseek_v3, llama_8b, page_shape
 from benchmarks.transfer.end_to_end import fill, paged, pages_tensor
 from benchmarks.transfer.layout import LAYOUTS, EngineMemory, suits
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.bound_memory import BoundMemory, bind
 from kvcluster.transfers.layouts import Dense
-from kvcluster.transfers.memory import BoundMemory, bind
 from kvcluster.transfers.part_memory import Staging
 
 PAGES = 5

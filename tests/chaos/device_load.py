@@ -15,8 +15,8 @@ from kvcluster.copies.batch import CopyBatch
 from kvcluster.core import limits
 from kvcluster.device import pool_copies
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from tests.chaos.content import PAGE_BYTES, SPEC, prompt
 from tests.chaos.judge import Caller, Journal
 from tests.chaos.load import BLOCKS, Load

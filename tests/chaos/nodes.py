@@ -127,6 +127,10 @@ class Nodes:
         wrong = [f"{node} was told to leave; its status is {status}"] if status else []
         return wrong + [f"leaked by a node that left: {what}" for what in self._await_gone(node)]
 
+    def kill(self, node: str) -> None:
+        _kill(self.pids(node))
+        self._running[node].wait(_GIVEN_UP_S)
+
     def move_head(self) -> None:
         """Takes the head's host away, as a loss of power does, and starts the head on another one."""
         old = self._head

@@ -215,7 +215,7 @@ class Run:
     def _kill_node(self, fault: Fault) -> None:
         planted = self._plant_on(fault.target)
         killed_ns = time.monotonic_ns()
-        victims.send(self._site.pids(fault.target), signal.SIGKILL)
+        self._site.kill(fault.target)
         if planted is not None:
             self._served("node killed, stored again", planted, killed_ns, storing=True)
 

@@ -53,6 +53,10 @@ class Site(Protocol):
     def leave(self, node: str) -> list[str]:
         """Has a node leave as an operator does, and says what was wrong with that."""
 
+    def kill(self, node: str) -> None:
+        """Ends every process of a node at once, as a loss of power does, and waits until the first of them has ended:
+        `mend` looks at that one."""
+
     def move_head(self) -> None:
         """Loses the head's host, and starts the head on another."""
 
@@ -105,6 +109,9 @@ class OneHost:
 
     def leave(self, node: str) -> list[str]:
         raise AssertionError("one host has no nodes to go")
+
+    def kill(self, node: str) -> None:
+        raise AssertionError("one host has no nodes to lose")
 
     def move_head(self) -> None:
         raise AssertionError("one host has no other for the head")

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcluster.config import load
 from kvcluster.core.ids import CLUSTER, Epoch, ShardId
-from kvcluster.core.messages import Inventory, Offer, Offers, Reply, Report
+from kvcluster.core.messages import Inventory, Offer, Offers, Reply, Report, ShardAddress
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
@@ -43,11 +43,8 @@ class Served:
         handlers: dict[str, RpcHandler] = {}
         self._back = GrpcServer(handlers, authenticator, host, 0, threads=8)
         self._shard = ShardHost(
-            ShardId("shard-0"),
-            Epoch(time.time_ns()),
+            ShardAddress(ShardId("shard-0"), Epoch(time.time_ns()), shard_at or self._back.address, "another"),
             config,
-            address=shard_at or self._back.address,
-            host="another",
             tell=self._tell,
             open_source=no_source,
             on_end=lambda leave: None,

@@ -41,7 +41,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.rpc import ClockDifference, Connection
 from kvcluster.transport.tcp_pages import TcpServer, open_path, serve
 from kvcluster.wire.methods import COORDINATOR, SHARD

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcluster.copies.batch import CopyBatch, RunRecords
-from kvcluster.transfers.memory import BoundMemory
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.bound_memory import BoundMemory
+from kvcluster.transfers.python_verified_copies import PythonCopies
 
 
 class Interrupted:

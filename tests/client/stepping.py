@@ -39,7 +39,7 @@ from kvcluster.transfers.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.transfers.policy import SILENT_SHARE, ShardPolicy
+from kvcluster.transfers.shard_health import SILENT_SHARE, ShardHealth
 from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import RefusedByShard, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
@@ -72,9 +72,9 @@ def source(shard: ShardAddress, part: Part = WHOLE, *, loss: Loss = Loss.EXACT, 
     return Source(0, part, shard, tier, loss)
 
 
-def policy(failures: int = 3) -> ShardPolicy:
+def policy(failures: int = 3) -> ShardHealth:
     """Breakers that stay open for BREAKER_NS."""
-    return ShardPolicy(breaker_failures=failures, breaker_ms=BREAKER_NS // 1_000_000)
+    return ShardHealth(breaker_failures=failures, breaker_ms=BREAKER_NS // 1_000_000)
 
 
 def one(effects: Sequence[object], kind: type[Effect]) -> Effect:
@@ -98,7 +98,7 @@ class SteppedLoad:
         *blocks: Sequence[Source],
         accept: Loss = Loss.EXACT,
         streams: Streams | None = None,
-        shards: ShardPolicy | None = None,
+        shards: ShardHealth | None = None,
         on_device: bool = False,
     ) -> None:
         runs = tuple(Run(1, (tuple(sources),)) for sources in blocks)
@@ -110,11 +110,9 @@ class SteppedLoad:
         self.progress = LoadProgress(body, SPEC, pieces)
         self.pieces = pieces
         self.plan = LoadPlan(
-            body,
-            SPEC,
-            (WHOLE,),
-            pieces,
             self.progress,
+            pieces,
+            (WHOLE,),
             self.policy,
             streams=lambda shard: streams or Streams(),
             next_attempt=lambda: next(attempts),

@@ -17,7 +17,7 @@ from kvcluster.memory import native
 from kvcluster.memory.arena import Staging
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.array_views import array_view
-from kvcluster.transfers.memory import bind
+from kvcluster.transfers.bound_memory import bind
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same, shape_of, spec_of
 
 BLOCKS = 2

@@ -24,7 +24,7 @@ from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers import python_copies
+from kvcluster.transfers import python_verified_copies
 from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transport.base import BytesPayload, Cancelled, ExchangeCopies
@@ -136,7 +136,7 @@ def test_records_that_were_not_asked_for_are_refused_before_a_byte_moves() -> No
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, bench: Bench, at: int, happens: Callable[[], object]) -> None:
-    monkeypatch.setattr(python_copies, "EXECUTORS", (Interrupted(bench.into, at, happens),))
+    monkeypatch.setattr(python_verified_copies, "EXECUTORS", (Interrupted(bench.into, at, happens),))
 
 
 def test_a_cancel_stops_before_the_next_record_and_what_came_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_what_came_behind_a_gap_is_not_counted(monkeypatch: pytest.MonkeyPatch) 
 
             return run
 
-    monkeypatch.setattr(python_copies, "EXECUTORS", (Gap(),))
+    monkeypatch.setattr(python_verified_copies, "EXECUTORS", (Gap(),))
     bench = Bench(room(BLOCKS))
     Grant(bench).load()
     assert bench.so_far().nbytes == (BLOCKS - 1) * PAGE_BYTES
@@ -208,7 +208,7 @@ def test_a_load_of_a_client_is_offered_to_executors_before_the_one_in_python(mon
         client = cluster.client(SPEC)
         client.store(tokens, kv(BLOCKS))
         assert client.flush()
-        monkeypatch.setattr(python_copies, "EXECUTORS", (Refuses(),))
+        monkeypatch.setattr(python_verified_copies, "EXECUTORS", (Refuses(),))
         assert client.load(tokens, into) == len(tokens)
     assert same(into, kv(BLOCKS))
     assert offered == [(CopyDirection.LOAD, HostMemory(), HostMemory())]

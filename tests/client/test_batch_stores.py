@@ -15,9 +15,9 @@ from kvcluster.core.miss import MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.memory.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers import python_copies
+from kvcluster.transfers import python_verified_copies
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Buffers
-from kvcluster.transfers.memory import bind
 from kvcluster.transfers.store_source import StoreSource
 from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies, Unavailable
 from kvcluster.transport.worker_exchange import open_store, reserved_records
@@ -101,7 +101,9 @@ def test_pages_of_another_length_are_refused_before_a_byte_moves() -> None:
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, happens: Callable[[Reserved], object]) -> Reserved:
     monkeypatch.setattr("kvcluster.core.limits.RECORD_BYTES", LAYER_BYTES)
     reserved = Reserved(room(BLOCKS).copy_(kv(BLOCKS)))
-    monkeypatch.setattr(python_copies, "EXECUTORS", (Interrupted(reserved.memory, at, lambda: happens(reserved)),))
+    monkeypatch.setattr(
+        python_verified_copies, "EXECUTORS", (Interrupted(reserved.memory, at, lambda: happens(reserved)),)
+    )
     return reserved
 
 
@@ -161,7 +163,7 @@ def test_a_store_of_a_client_is_offered_to_executors_before_the_one_in_python(mo
     with MemoryCluster() as cluster:
         client = cluster.client(SPEC)
         with monkeypatch.context() as patched:
-            patched.setattr(python_copies, "EXECUTORS", (offered,))
+            patched.setattr(python_verified_copies, "EXECUTORS", (offered,))
             client.store(tokens, kv(BLOCKS))
         assert client.flush() and client.load(tokens, into) == len(tokens)
     assert same(into, kv(BLOCKS))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core.limits import STREAM_BYTES, WIDE_STREAM_BYTES
-from kvcluster.transfers.load_plan import split_among_exchanges
+from kvcluster.transfers.pieces import split_among_exchanges
 
 PAGE = STREAM_BYTES // 4
 

@@ -18,7 +18,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.testing.cluster import RecordSource
 from kvcluster.transfers.transfer import Loaded, Lookup, Pinned, Stored
 from kvcluster.transport.base import Deadline, PageSource, RefusedByShard, Unavailable
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from tests.client.build import (
     BLOCK,
     BOUND_S,

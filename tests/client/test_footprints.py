@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvcluster.core.groups import LAST, Group, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
-from kvcluster.transfers.footprints import BlockRows, Dim, Extent, Footprint, first_shared
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Buffers, Paged
-from kvcluster.transfers.memory import bind
+from kvcluster.transfers.memory_overlaps import BlockRows, Dim, Extent, Footprint, first_shared
 
 TWICE = "uses some memory twice"
 

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from kvcluster.copies.batch import HOST, CopyBatch, CopyStatus, ForeignMemory, RunRecords
-from kvcluster.copies.native import NativeCopies
+from kvcluster.copies.native_verified_copies import NativeCopies
 from kvcluster.errors import CallerError
-from kvcluster.transfers import memory, python_copies
-from kvcluster.transfers.memory import BoundMemory
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers import bound_memory, python_verified_copies
+from kvcluster.transfers.bound_memory import BoundMemory
+from kvcluster.transfers.python_verified_copies import PythonCopies
 from kvcluster.transport.base import ExchangeCopies
 from tests.client.build import kv, room, same
 from tests.client.test_batch_loads import Grant
@@ -47,7 +47,7 @@ def caught(opened: Callable[[], ExchangeCopies]) -> CopyBatch:
             batches.append(batch)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(python_copies, "EXECUTORS", (Catches(),))
+        patched.setattr(python_verified_copies, "EXECUTORS", (Catches(),))
         opened()
     return batches[0]
 
@@ -65,7 +65,7 @@ def test_neither_executor_opens_what_the_cpu_does_not_address(made: Callable[[],
 @pytest.fixture
 def lies_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of every call."""
-    monkeypatch.setattr(memory, "_endpoint", lambda memories: ELSEWHERE)
+    monkeypatch.setattr(bound_memory, "_endpoint", lambda memories: ELSEWHERE)
 
 
 @pytest.mark.usefixtures("lies_elsewhere")
@@ -96,12 +96,12 @@ def test_an_executor_that_reaches_it_is_all_that_is_missing(monkeypatch: pytest.
         def run(self, batch: CopyBatch, start: int, stop: int) -> None:
             batch.status[start:stop] = bytes([CopyStatus.DONE]) * (stop - start)
 
-    monkeypatch.setattr(python_copies, "EXECUTORS", (*python_copies.EXECUTORS, Reaches()))
+    monkeypatch.setattr(python_verified_copies, "EXECUTORS", (*python_verified_copies.EXECUTORS, Reaches()))
     grant = Grant(Bench(room(BLOCKS)))
     grant.load()
     assert not any(grant.bench.ranges.left(item) for item in range(BLOCKS))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(memory, "_endpoint", lambda memories: HOST)
+        patched.setattr(bound_memory, "_endpoint", lambda memories: HOST)
         plain = Grant(Bench(room(BLOCKS)))
         plain.load()
         assert plain.bench.so_far() == grant.bench.so_far()

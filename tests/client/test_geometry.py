@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.bound_memory import BoundMemory, bind
 from kvcluster.transfers.layouts import Buffers, Paged
-from kvcluster.transfers.memory import BoundMemory, bind
 from tests.client.test_memory import K_AND_V, SPEC, WHOLE, Case, Layout, Row, layers, memories, parts
 
 

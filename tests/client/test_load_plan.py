@@ -11,6 +11,7 @@ from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
+from kvcluster.transfers.failover import ASKING_SHARE, ROUNDS
 from kvcluster.transfers.load_plan import READERS
 from kvcluster.transfers.plan_messages import (
     Answered,
@@ -25,8 +26,6 @@ from kvcluster.transfers.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.transfers.policy import ASKING_SHARE
-from kvcluster.transfers.retry import ROUNDS
 from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Cancelled, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES

@@ -19,7 +19,7 @@ from kvcluster.transfers.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.transfers.policy import ASKING_SHARE
+from kvcluster.transfers.shard_health import ASKING_SHARE
 from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS

@@ -18,10 +18,10 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.load_sink import LoadSink
-from kvcluster.transfers.memory import bind
 from kvcluster.transfers.pieces import Piece, plan_pieces
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.transfer import Loaded

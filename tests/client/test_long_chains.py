@@ -189,11 +189,11 @@ def test_a_store_of_which_nothing_is_granted_leaves_no_ticket(lowered: None, sta
 def test_each_message_of_a_store_names_its_own_blocks_parent_run_and_tokens(lowered: None, wanted: bool) -> None:
     hashes = [BlockHash(bytes([number]) * 32) for number in range(14)]
     attempt = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
-    terms = StoreTerms(hashes, 3, ((0, SPEC.whole(0)),), Loss.EXACT, attempt, 0)
-    attached = Attached(NamespaceId(bytes(32)), Epoch(1), 1, run_blocks=2, wants_tokens=wanted)
     tokens = range(3 * BLOCK, 14 * BLOCK)
+    terms = StoreTerms(SPEC, hashes, 3, ((0, SPEC.whole(0)),), Loss.EXACT, tokens, attempt, 0)
+    attached = Attached(NamespaceId(bytes(32)), Epoch(1), 1, run_blocks=2, wants_tokens=wanted)
     for at, first in ((0, 3), (STEP, 3 + STEP), (2 * STEP, 3 + 2 * STEP)):
-        message = prepare_store(terms, attached, tokens, "here", at=at)
+        message = prepare_store(terms, attached, "here", at=at)
         stop = min(first + STEP, 14)
         assert (message.first, message.hashes) == (first, tuple(hashes[first:stop]))
         assert (message.parent, message.run) == (hashes[first - 1], hashes[first // 2 * 2])
@@ -205,12 +205,13 @@ def test_a_message_names_as_many_blocks_as_their_token_ids_allow(
 ) -> None:
     monkeypatch.setattr(limits, "STORE_TOKENS", 2 * BLOCK + 1)
     hashes = [BlockHash(bytes([number]) * 32) for number in range(5)]
-    terms = StoreTerms(hashes, 0, ((0, SPEC.whole(0)),), Loss.EXACT, Attempt(Holder(bytes(HOLDER_BYTES)), 1), 0)
+    attempt = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
+    terms = StoreTerms(SPEC, hashes, 0, ((0, SPEC.whole(0)),), Loss.EXACT, range(5 * BLOCK), attempt, 0)
     attached = Attached(NamespaceId(bytes(32)), Epoch(1), 1, run_blocks=2, wants_tokens=True)
-    message = prepare_store(terms, attached, range(5 * BLOCK), "here", at=2)
+    message = prepare_store(terms, attached, "here", at=2)
     assert (message.hashes, message.tokens) == (tuple(hashes[2:4]), tuple(range(2 * BLOCK, 4 * BLOCK)))
     monkeypatch.setattr(limits, "STORE_TOKENS", 1)
-    assert len(prepare_store(terms, attached, range(5 * BLOCK), "here").hashes) == 1, "a store goes on"
+    assert len(prepare_store(terms, attached, "here").hashes) == 1, "a store goes on"
 
 
 def test_a_load_of_more_pages_than_an_exchange_may_name_takes_several(

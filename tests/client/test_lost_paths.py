@@ -33,10 +33,10 @@ from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, store
 from kvcluster.testing.conformance.encoded import numbers
 from kvcluster.testing.conformance.world import ONE, soon
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Buffers
-from kvcluster.transfers.memory import bind
-from kvcluster.transfers.policy import ShardPolicy
 from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transfers.store_plan import PAUSES_NS
 from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transfers.transfer_queue import TransferQueue
@@ -77,7 +77,7 @@ class Desk:
         self.ways = Ways(world)
         self.shard = ShardAddress(ShardId("shard-0"), world.epoch, "an address", HERE)
         self.coordinator: Any = Coordinator(world, content, self.shard)
-        policy, lock = ShardPolicy(breaker_failures=9, breaker_ms=1), threading.RLock()
+        policy, lock = ShardHealth(breaker_failures=9, breaker_ms=1), threading.RLock()
         self.part = content.keys[0].part
         shards = ShardConnections(lambda shard: self.ways.choice, policy, lock)
         self.movers = TransferQueue(

@@ -17,8 +17,8 @@ from kvcluster.core.groups import DTYPE_BYTES, Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError, SpecError
 from kvcluster.memory.arena import Staging
+from kvcluster.transfers.bound_memory import BoundMemory, bind
 from kvcluster.transfers.layouts import Buffers, Dense, Layers, Paged
-from kvcluster.transfers.memory import BoundMemory, bind
 
 # ------------------------------------------------------------------------------- an oracle, index by index
 
@@ -703,5 +703,5 @@ def test_without_torch_contiguous_arrays_are_served(monkeypatch: pytest.MonkeyPa
 
 
 def test_naming_a_memory_does_not_import_torch() -> None:
-    code = "import sys, kvcluster.transfers.memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvcluster.transfers.bound_memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -23,15 +23,15 @@ from kvcluster.copies.batch import (
     HostMemory,
     MappedMemory,
 )
-from kvcluster.copies.native import NativeCopies
+from kvcluster.copies.native_verified_copies import NativeCopies
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum, codec, native
 from kvcluster.memory.codec_torch import TorchCoder
 from kvcluster.memory.region import HostRegion, RegionKind, address_of
+from kvcluster.transfers.bound_memory import BoundMemory
 from kvcluster.transfers.layouts import Paged
-from kvcluster.transfers.memory import BoundMemory
 from tests.client.test_memory import Case, Row, memories, parts, vllm_cpu
 
 NEVER = 2**62

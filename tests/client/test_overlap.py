@@ -31,8 +31,8 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Paged
-from kvcluster.transfers.policy import Permit, ShardPolicy
 from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.shard_health import Permit, ShardHealth
 from kvcluster.transfers.transfer import Loaded, Stored
 from kvcluster.transport.base import (
     Deadline,
@@ -238,7 +238,7 @@ def test_of_a_stream_that_fails_only_its_own_blocks_are_missing(alone: MemoryClu
 def test_a_shard_that_has_failed_is_tried_by_one_exchange(alone: MemoryCluster) -> None:
     now = [0]
     open_transport = alone.opener()
-    policy = ShardPolicy(breaker_failures=1, breaker_ms=1)
+    policy = ShardHealth(breaker_failures=1, breaker_ms=1)
     shards = ShardConnections(
         lambda shard: Watched(open_transport(shard), Steps(streams=3)), policy, threading.RLock(), clock=lambda: now[0]
     )

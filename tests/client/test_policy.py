@@ -9,7 +9,7 @@ from kvcluster.core.messages import RefusedKind, ShardAddress
 from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transfers.breaker import LEAST_WAIT_NS
-from kvcluster.transfers.policy import AskAgain, Permit, ShardPolicy
+from kvcluster.transfers.shard_health import AskAgain, Permit, ShardHealth
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.stepping import BREAKER_NS, GIVEN_UP, LATE, LOST, A, B, policy, refused
 
@@ -17,18 +17,18 @@ NEWER = ShardAddress(A.shard, Epoch(2), "elsewhere")
 RESTARTED = Miss(MissReason.SHARD_LOST, "a has restarted")
 
 
-def permit(shards: ShardPolicy, shard: ShardAddress = A, now: int = 0) -> Permit:
+def permit(shards: ShardHealth, shard: ShardAddress = A, now: int = 0) -> Permit:
     permit = shards.permit(shard, now)
     assert isinstance(permit, Permit), permit
     return permit
 
 
-def state(shards: ShardPolicy, shard: str = "a", now: int = 0) -> tuple[object, object, object]:
+def state(shards: ShardHealth, shard: str = "a", now: int = 0) -> tuple[object, object, object]:
     breaker = shards.status(now)[shard]
     return breaker["state"], breaker["failures"], breaker["open_ms"]
 
 
-def fail(shards: ShardPolicy, shard: ShardAddress = A, now: int = 0) -> None:
+def fail(shards: ShardHealth, shard: ShardAddress = A, now: int = 0) -> None:
     shards.failed(permit(shards, shard, now), LOST, now)
 
 

@@ -11,8 +11,8 @@ from kvcluster.core.ids import Attempt, Epoch, Holder, ShardId
 from kvcluster.core.messages import AttachedShard, ReadRequest, ShardAddress
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.errors import VersionError
-from kvcluster.transfers.policy import ShardPolicy
 from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
 from tests.client.build import SPEC
 
@@ -47,7 +47,7 @@ class Opened:
 
     def __init__(self) -> None:
         self.all: list[Connection] = []
-        policy = ShardPolicy(breaker_failures=3, breaker_ms=1)
+        policy = ShardHealth(breaker_failures=3, breaker_ms=1)
         self.connections = ShardConnections(self.open, policy, threading.RLock())
 
     def open(self, shard: ShardAddress) -> Any:

@@ -31,7 +31,7 @@ from kvcluster.transfers.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transfers.store_executor import StoreProgress, StoreTerms
 from kvcluster.transfers.store_plan import WRITERS, StorePlan
 from kvcluster.transfers.transfer import Stored
@@ -65,13 +65,12 @@ def to(shard: ShardAddress, count: int = 1) -> StoreRun:
 class SteppedStore:
     """A store plan of so many new blocks of a chain, and what it wants."""
 
-    def __init__(self, blocks: int, *, first: int = 0, streams: int = 1, shards: ShardPolicy | None = None) -> None:
+    def __init__(self, blocks: int, *, first: int = 0, streams: int = 1, shards: ShardHealth | None = None) -> None:
         attempts = (Attempt(HOLDER, number) for number in itertools.count(1))
         self.now = 0
-        self.terms = StoreTerms(HASHES[: first + blocks], first, ((0, WHOLE),), Loss.Q8, TICKET, 7)
+        self.terms = StoreTerms(SPEC, HASHES[: first + blocks], first, ((0, WHOLE),), Loss.Q8, (), TICKET, 7)
         self.plan = StorePlan(
             self.terms,
-            SPEC,
             StoreProgress(),
             shards or policy(),
             streams=lambda shard: Streams(streams),

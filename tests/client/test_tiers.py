@@ -23,7 +23,7 @@ from kvcluster.memory.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Deadline, Streams
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from tests.client.build import BLOCK, BOUND_S, HEADS, LAYERS, counters, noise, prompt, room, same, shape_of, spec_of
 from tests.client.conftest import Start
 from tests.client.test_zero_copy import Desk

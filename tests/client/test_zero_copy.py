@@ -48,7 +48,7 @@ from kvcluster.transfers.tensors import page_tensor
 from kvcluster.transfers.tickets import Ticket, TicketSeal
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Transport
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.path_selector import Opener
 from kvcluster.transport.shm_pages import ShmPages, open_path
 from kvcluster.transport.shm_server import ShmServer

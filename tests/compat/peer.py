@@ -143,18 +143,19 @@ def shard(name: str, reports_to: str) -> None:
 
     handlers: dict[str, Any] = {}
     server = GrpcServer(handlers, auth, HOST, 0, 8, metrics=calls)
-    about = known(ShardHost, node="node-s", release=kvcluster.__version__, config_hash="5bad")
-    host = ShardHost(
-        ShardId(name),
-        Epoch(time.time_ns()),
-        config,
-        address=server.address,
-        host=socket.gethostname(),
-        tell=tell,
-        open_source=lambda source: choose(source, SECRET, attempts),
-        on_end=lambda leave: None,
-        **about,
-    )
+    from kvcluster.core.messages import ShardAddress
+
+    me = ShardAddress(ShardId(name), Epoch(time.time_ns()), server.address, socket.gethostname())
+    about = {"node": "node-s", "release": kvcluster.__version__, "config_hash": "5bad"}
+    rest: dict[str, Any] = {"tell": tell, "open_source": lambda source: choose(source, SECRET, attempts)}
+    rest["on_end"] = lambda leave: None
+    if "me" in inspect.signature(ShardHost).parameters:
+        from kvcluster.core.messages import ProcessInfo
+
+        host = ShardHost(me, config, process=ProcessInfo(**about), **rest)
+    else:  # an older release
+        rest |= known(ShardHost, **about)
+        host = ShardHost(me.shard, me.epoch, config, address=me.address, host=me.host, **rest)
     handlers.update(unary_handlers(SHARD, host.ask, shared=frozenset({"GetOffers", "Suspect"}), metrics=calls))
     handlers.update(page_handlers(host))
     paths = serve_paths(host, auth, config.server, HOST)

@@ -9,8 +9,8 @@ from kvcluster.core.groups import PREFIX, Group, Part, Plane, Reuse
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import GoneEvent, PageEvent, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
-from kvcluster.core.shares import Owner
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tenant_shares import Owner
 
 SPACE = NamespaceId(b"n" * HASH_BYTES)
 ROOT = BlockHash(b"r" * HASH_BYTES)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvcluster.core import limits
+from kvcluster.core.doctor_probes import RUN_NS, SINCE_VERSION, ProbeRuns, ProbeTaker
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Findings, PeersTried, ProbeOrder, ProcessFacts, ShardAddress, TryPeers
-from kvcluster.core.probes import RUN_NS, SINCE_VERSION, ProbeRuns, ProbeTaker
 
 EPOCH = Epoch(100)
 A, B, C = (ShardAddress(ShardId(name), Epoch(1), f"{name}:1") for name in "abc")

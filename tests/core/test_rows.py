@@ -6,10 +6,10 @@ from itertools import repeat
 
 import pytest
 
+from kvcluster.core.columns import make_rows
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey
-from kvcluster.core.rows import make_rows
 
 PART = Part(0, 4, 0, 2)
 HASHES = [BlockHash(bytes([number]) * 32) for number in range(3)]

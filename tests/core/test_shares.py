@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.shares import HolderShares, Shares
+from kvcluster.core.tenant_shares import HolderShares, Shares
 from tests.core.build import owner, tenant
 
 ONE, TWO, THREE = Tenant("one"), Tenant("two"), Tenant("three")

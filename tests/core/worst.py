@@ -17,6 +17,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.coordinator.engine_registry import RECORD_BYTES
+from kvcluster.core.doctor_probes import SINCE_VERSION
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId
@@ -93,7 +94,6 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.probes import SINCE_VERSION
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec

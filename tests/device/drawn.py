@@ -9,7 +9,7 @@ from collections.abc import Callable
 from multiprocessing import Pool
 from random import Random
 
-from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.software_twin import Machine, Twin
 from tests.device.programs import Program
 from tests.device.test_copies import load_case, store_case
 from tests.device.test_pool_copies import ArenaCase, PoolCase

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvcluster.device.twin import Twin
+from kvcluster.device.software_twin import Twin
 from kvcluster.memory.region import bytes_at
 from tests.device.programs import finish
 

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyStatus
-from kvcluster.device import batch_run, twin
+from kvcluster.device import batch_run, software_twin
 from kvcluster.device.capture import CaptureGate
 from kvcluster.device.copies import DeviceCopies
 from tests.device.test_copies import Case
@@ -47,7 +47,7 @@ def test_batches_and_captures_take_turns() -> None:
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(runs(case), batch) for batch in batches]
         while not all(each.done() for each in running):
-            with captured(case, twin.GATE):
+            with captured(case, software_twin.GATE):
                 case.twin.record(case.twin.current())  # the engine itself may
         for each in running:
             each.result()
@@ -57,23 +57,23 @@ def test_batches_and_captures_take_turns() -> None:
 def test_a_call_while_a_graph_is_captured_is_noticed_without_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(3, CopyDirection.LOAD)
     case.engine_writes()
-    monkeypatch.setattr(twin.GATE, "passed", nullcontext)
+    monkeypatch.setattr(software_twin.GATE, "passed", nullcontext)
     monkeypatch.setattr(batch_run.GATE, "wait", lambda timeout_s: True)
-    with captured(case, twin.GATE), ThreadPoolExecutor(1) as pool:
+    with captured(case, software_twin.GATE), ThreadPoolExecutor(1) as pool:
         call = pool.submit(runs(case), case.batch)
         assert "while a graph is captured" in str(call.exception())
 
 
 def test_a_batch_that_waits_for_a_capture_ends_when_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, waits, wait = Case(3, CopyDirection.LOAD), threading.Event(), twin.GATE.wait
+    case, waits, wait = Case(3, CopyDirection.LOAD), threading.Event(), software_twin.GATE.wait
     case.engine_writes()
 
     def waited(timeout_s: float) -> bool:
         waits.set()
         return wait(timeout_s)
 
-    monkeypatch.setattr(twin.GATE, "wait", waited)
-    with ThreadPoolExecutor(1) as pool, captured(case, twin.GATE):
+    monkeypatch.setattr(software_twin.GATE, "wait", waited)
+    with ThreadPoolExecutor(1) as pool, captured(case, software_twin.GATE):
         call = pool.submit(runs(case), case.batch)
         assert waits.wait(20)
         case.batch.cancel[0] = 1

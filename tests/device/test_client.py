@@ -17,8 +17,8 @@ from kvcluster.client.client import Client
 from kvcluster.core.miss import MissReason
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.ordering import Unordered
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE

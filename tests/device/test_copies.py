@@ -36,8 +36,8 @@ from kvcluster.device.device import DeviceFailed, Event, NoMemory, Range, Stream
 from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.device.moves import ALIGNED, columns_bytes, record_bytes
 from kvcluster.device.ordering import Unordered
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import DeviceStaging, Slot
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.region import address_of
 from tests.device.moved import cut

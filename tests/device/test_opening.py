@@ -23,8 +23,8 @@ from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver
 from kvcluster.device.device import Range
 from kvcluster.device.devices import DEVICES, Devices
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import CallerError, ConfigError
 from kvcluster.memory.region import bytes_at
 from kvcluster.testing import MemoryCluster

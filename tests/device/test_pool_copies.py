@@ -18,7 +18,7 @@ from kvcluster.device import devices, pool_copies
 from kvcluster.device.device import Range
 from kvcluster.device.endpoints import DevicePoolMemory, RegisteredMemory
 from kvcluster.device.pool_copies import PoolCopies
-from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.verification import CopySums, can_verify, constant_bytes, row_bytes, verification
 from kvcluster.memory.region import HostRegion, RegionKind, address_of
 from tests.device.programs import finish

@@ -20,8 +20,8 @@ from kvcluster.device import endpoints
 from kvcluster.device.device import NoMemory, Range
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import RegisteredMemory
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.memory.region import Mapping
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE

@@ -22,8 +22,8 @@ from kvcluster.device import pool_copies
 from kvcluster.device.device import NoMemory
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import DevicePoolMemory
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import ProtocolError
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE

@@ -14,8 +14,8 @@ from kvcluster.device import snapshots as module
 from kvcluster.device.device import NoMemory
 from kvcluster.device.ordering import Unordered
 from kvcluster.device.snapshots import Snapshots
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import wait_done
-from kvcluster.device.twin import Machine, Twin
 from tests.device.moved import SLACK, geometry_of, planes_of
 
 SEEDS = range(60)

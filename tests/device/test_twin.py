@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.device.device import DeviceFailed, Range
 from kvcluster.device.ordering import Ordering, Unordered
-from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.software_twin import Machine, Twin
 from tests.device.conformance import DeviceConformance
 from tests.device.programs import NBYTES, Program, finish
 
@@ -130,7 +130,7 @@ def test_the_cpu_cannot_touch_its_memory() -> None:
     """The process that tries ends."""
     script = """
 import random
-from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.memory.region import bytes_at
 memory = Twin(Machine(random.Random(1))).allocate(64)
 print("allocated", flush=True)

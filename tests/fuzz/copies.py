@@ -39,13 +39,13 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.region import address_of
-from kvcluster.transfers import python_copies
+from kvcluster.transfers import python_verified_copies
+from kvcluster.transfers.bound_memory import BoundMemory, bind
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.load_sink import LoadSink
-from kvcluster.transfers.memory import BoundMemory, bind
 from kvcluster.transfers.pieces import Piece, plan_pieces
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.python_verified_copies import PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.store_source import StoreSource
 from kvcluster.transport.base import BytesPayload, Cancelled, Deadline
@@ -166,8 +166,8 @@ class _Threads:
 def _executors(rng: Random, events: Counter[str]) -> Iterator[_Threads]:
     name, threads = rng.choice(("native executor", "executor in Python", "threads")), _Threads(rng, events)
     events[name] += 1
-    chosen = {"native executor": python_copies.EXECUTORS, "threads": (threads,)}.get(name, ())
-    with patch.object(python_copies, "EXECUTORS", chosen):
+    chosen = {"native executor": python_verified_copies.EXECUTORS, "threads": (threads,)}.get(name, ())
+    with patch.object(python_verified_copies, "EXECUTORS", chosen):
         yield threads
 
 

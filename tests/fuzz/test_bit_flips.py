@@ -33,7 +33,7 @@ from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, Transport
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer

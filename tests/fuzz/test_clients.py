@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.copies.batch import CopyStatus
 from kvcluster.core import hashing
-from kvcluster.transfers import load_sink, long_chains, memory, transfer
+from kvcluster.transfers import bound_memory, load_sink, long_chains, transfer
 from kvcluster.transfers.part_memory import Ask
 from tests.fuzz.client.fuzzer import Finding, Tally, run, run_episode
 
@@ -54,14 +54,14 @@ def test_the_same_seed_makes_the_same_calls() -> None:
 def placeholders_of_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that is bound for the end of its long_chains, whatever is cached."""
 
-    def bound(*given: Any, any_end: bool = False, **named: Any) -> memory.BoundMemory:
-        return memory.bind(*given, **named)
+    def bound(*given: Any, any_end: bool = False, **named: Any) -> bound_memory.BoundMemory:
+        return bound_memory.bind(*given, **named)
 
     monkeypatch.setattr("kvcluster.client.client.bind", bound)
 
 
 def nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "first_shared", lambda footprints: None)
+    monkeypatch.setattr(bound_memory, "first_shared", lambda footprints: None)
 
 
 def sources_are_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

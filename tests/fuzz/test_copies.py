@@ -10,7 +10,7 @@ import pytest
 
 from kvcluster.copies.batch import CopyStatus
 from kvcluster.transfers.load_sink import LoadSink
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.python_verified_copies import PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.store_source import StoreSource
 from tests.fuzz.copies import FAULTS, Finding, run

@@ -27,8 +27,8 @@ from kvcluster.client import Client
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from tests.actors.processes import title
 from tests.device.tensors import Engine
 from tests.hosts.hosts import ROOT, Cluster

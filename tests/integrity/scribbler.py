@@ -31,12 +31,12 @@ from kvcluster.copies.batch import (
     MappedMemory,
     RunRecords,
 )
-from kvcluster.copies.native import NativeCopies
+from kvcluster.copies.native_verified_copies import NativeCopies
 from kvcluster.core.codecs import Codec
 from kvcluster.memory import checksum
 from kvcluster.memory.region import HostRegion, RegionKind, address_of
-from kvcluster.transfers.memory import bind
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.bound_memory import bind
+from kvcluster.transfers.python_verified_copies import PythonCopies
 from tests.integrity.destinations import EVEN, Destination, pages_of, spec_of, values
 from tests.integrity.executors import EXECUTORS, PYTHON, executed_by
 

@@ -11,8 +11,8 @@ import pytest
 from kvcluster.copies.batch import CopyBatch, CopyStatus
 from kvcluster.core.codecs import Codec
 from kvcluster.memory import checksum
-from kvcluster.transfers import python_copies
-from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers import python_verified_copies
+from kvcluster.transfers.python_verified_copies import PythonCopies
 from tests.integrity import __main__ as program
 from tests.integrity import flips, scribbler
 from tests.integrity.executors import PYTHON
@@ -77,7 +77,7 @@ def test_sums_of_a_source_that_is_read_a_second_time_are_found(monkeypatch: pyte
         into[:] = torn
         return sums
 
-    monkeypatch.setattr(python_copies.checksum, "copy_sums", twice)
+    monkeypatch.setattr(python_verified_copies.checksum, "copy_sums", twice)
     assert scribble(20, seed=0).wrong.total()
 
 

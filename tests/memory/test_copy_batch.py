@@ -23,7 +23,7 @@ from kvcluster.copies.batch import (
     MappedMemory,
 )
 from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided
-from kvcluster.copies.native import NativeCopies
+from kvcluster.copies.native_verified_copies import NativeCopies
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane

@@ -10,14 +10,25 @@ from contextlib import contextmanager
 
 from kvcluster.config import Config, load
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages import Inventory, Leave, NewPage, PageKey, Reply, Report, ReportAck, WriteRequest, Written
+from kvcluster.core.messages import (
+    Inventory,
+    Leave,
+    NewPage,
+    PageKey,
+    Reply,
+    Report,
+    ReportAck,
+    ShardAddress,
+    WriteRequest,
+    Written,
+)
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum, codec
 from kvcluster.runtime.replica_pull import OpenSource
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import RecordSource, flip_bit
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""
@@ -90,11 +101,8 @@ def shard(
     **config: object,
 ) -> Iterator[ShardHost]:
     host = ShardHost(
-        ShardId(name),
-        EPOCH,
+        ShardAddress(ShardId(name), EPOCH, name, "host"),
         configured(**config),
-        address=name,
-        host="host",
         tell=coordinator.tell,
         open_source=open_source,
         on_end=on_end,

@@ -18,7 +18,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import PageKey, PageSlot, Tier
 from kvcluster.core.miss import Loss
-from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.runtime import device_pool
 from kvcluster.runtime.device_pool import DevicePool, open_device_pool
 from kvcluster.testing import MemoryCluster

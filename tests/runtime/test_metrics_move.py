@@ -55,7 +55,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.transport.sessions import WriteSession
 from kvcluster.transport.shm_pages import ShmPages

@@ -25,7 +25,7 @@ from kvcluster.memory import codec
 from kvcluster.runtime import replica_pull
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, RefusedByShard, Unavailable, read_whole
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.worker_exchange import RecordSink
 from tests.records import pass_on
 from tests.runtime.hosts import (

@@ -9,7 +9,7 @@ import pytest
 
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CLUSTER, ShardId, Tenant
-from kvcluster.core.messages import GetOffers, Offer
+from kvcluster.core.messages import GetOffers, Offer, ShardAddress
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.auth import Authenticator, digest
@@ -121,11 +121,8 @@ def test_a_path_knows_its_callers_as_grpc_does(host: ShardHost) -> None:
 
 def test_a_shard_tells_what_it_was_started_with_and_real_servers_answer_there() -> None:
     host = ShardHost(
-        ShardId("shard-0"),
-        EPOCH,
+        ShardAddress(ShardId("shard-0"), EPOCH, "shard-0", "host"),
         configured(),
-        address="shard-0",
-        host="host",
         tell=Coordinator().tell,
         open_source=no_source,
         on_end=lambda leave: None,

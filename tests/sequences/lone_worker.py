@@ -10,11 +10,11 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.miss import Loss
 from kvcluster.sequences.block_table import CodedPage, PageCopy, coded_page
-from kvcluster.sequences.machine import SequenceMachine
-from kvcluster.sequences.policy import WindowPolicy
+from kvcluster.sequences.open_sequences import OpenSequences
 from kvcluster.sequences.resident_pages import ResidentPages
 from kvcluster.sequences.state import SequenceState
 from kvcluster.sequences.store_queue import StoreBatch
+from kvcluster.sequences.window_policy import WindowPolicy
 
 BLOCK = 4
 PAGES = 12
@@ -32,7 +32,7 @@ class Worker:
         ids = (hashlib.sha256(b"%d" % n).digest() for n in itertools.count())
         self.pages = ResidentPages(pages, 4, {Codec.Q8: 2, Codec.Q4: 1}, self.unback)
         self.coded: dict[CodedPage, list[int]] = {}
-        self.machine = SequenceMachine(self.pages, lambda: next(ids), block_tokens=BLOCK, layers=LAYERS, run_blocks=RUN)
+        self.machine = OpenSequences(self.pages, lambda: next(ids), block_tokens=BLOCK, layers=LAYERS, run_blocks=RUN)
         self.memory = {
             (layer, page, slot): -1 for layer in range(LAYERS) for page in range(pages) for slot in range(BLOCK)
         }

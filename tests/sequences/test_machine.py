@@ -18,8 +18,8 @@ from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LimitError, ResidentSetFull
 from kvcluster.sequences.block_table import ABSENT
 from kvcluster.sequences.blocks import StoreState
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.state import SealExtent, SequenceState
+from kvcluster.sequences.window_policy import WindowPolicy
 from tests.sequences.lone_worker import BLOCK, LAYERS, ROOT, UNCODED, Worker
 
 

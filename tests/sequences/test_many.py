@@ -8,8 +8,8 @@ from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.messages import CoordinatorMessage, Effect, GoneEvent, PageEvent, PageKey, SyncTables, TablesSynced
 from kvcluster.core.miss import Loss
 from kvcluster.replay.core_stepper import build_request
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.table_keeper import TableKeeper
+from kvcluster.sequences.window_policy import WindowPolicy
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import OURS, SECOND, WHOLE
 from tests.core.sequences import PRIVATE

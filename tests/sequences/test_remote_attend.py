@@ -47,7 +47,7 @@ from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpServer
 from tests.client.conftest import Start, settle

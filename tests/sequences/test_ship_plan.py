@@ -14,7 +14,6 @@ from kvcluster.core.messages import ShardAddress
 from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
 from kvcluster.sequences.attend_planner import SpanChoice, SpanFacts
 from kvcluster.sequences.blocks import SequenceBlock, StoreState
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.ship_plan import (
     CutBlocks,
     SeenBlocks,
@@ -24,6 +23,7 @@ from kvcluster.sequences.ship_plan import (
     shippable_cuts,
 )
 from kvcluster.sequences.state import SequenceState
+from kvcluster.sequences.window_policy import WindowPolicy
 
 PAGE_BYTES = 1024
 SHARDS = [ShardAddress(ShardId(f"shard-{number}"), Epoch(1), f"host:{number}", "here") for number in range(4)]

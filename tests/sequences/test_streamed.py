@@ -21,7 +21,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transfers.tickets import Ticket, Tickets
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from tests.client.conftest import Start
 from tests.sequences.small_spec import HEADS, LAYERS, small_spec
 

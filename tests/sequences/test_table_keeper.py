@@ -12,9 +12,9 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, Epoch, Holder
 from kvcluster.core.messages import Attach, Attached, SyncTables, TablesSynced
 from kvcluster.replay.core_stepper import build_request
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.state import SequenceState
 from kvcluster.sequences.table_keeper import TableKeeper
+from kvcluster.sequences.window_policy import WindowPolicy
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import OURS
 from tests.sequences.lone_worker import BLOCK, Worker

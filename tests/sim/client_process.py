@@ -27,7 +27,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import TIMED_OUT, Clock, Process, Script
-from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.sim.content import Model
 from tests.sim.network import BROKEN, Line
@@ -70,7 +70,7 @@ class ClientProcess(Process):
         self._attempts = 0
         self._asked = 0
         self._asking: dict[int, int] = {}  # when each question under way was asked
-        self.policy = ShardPolicy(breaker_failures=3, breaker_ms=BREAKER_MS)
+        self.policy = ShardHealth(breaker_failures=3, breaker_ms=BREAKER_MS)
         self._plans = 0  # the number under way
         self._attached: dict[Model, Attached] = {}
         self._attached_shards: dict[tuple[ShardAddress, NamespaceId], None] = {}

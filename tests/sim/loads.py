@@ -58,11 +58,9 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         self._progress = LoadProgress(body, model.spec, pieces)
         self._destination = Destination(model.spec, each(pieces), self._progress)
         plan = LoadPlan(
-            body,
-            model.spec,
-            parts,
-            pieces,
             self._progress,
+            pieces,
+            parts,
             worker.policy,
             streams=lambda shard: Streams(1, 2, 2),
             next_attempt=worker.attempt,

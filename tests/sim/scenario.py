@@ -13,7 +13,7 @@ from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.eviction import POLICIES
 from kvcluster.replay.kernel import MS, SECOND
-from kvcluster.sequences.policy import WindowPolicy
+from kvcluster.sequences.window_policy import WindowPolicy
 from tests.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.messages import EvictOrder, MoveOrder, Request, SyncTables, TablesSynced
-from kvcluster.core.shares import Owner
+from kvcluster.core.tenant_shares import Owner
 from kvcluster.replay.kernel import MS
 from kvcluster.sequences.block_table import ABSENT
 from kvcluster.sequences.state import SequenceState

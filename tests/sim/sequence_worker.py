@@ -21,7 +21,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.errors import ResidentSetFull
 from kvcluster.replay.kernel import MS, Clock, Script
 from kvcluster.sequences.blocks import SequenceBlock
-from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.open_sequences import OpenSequences
 from kvcluster.sequences.resident_pages import ResidentPages
 from kvcluster.sequences.state import SealExtent, SequenceState
 from kvcluster.sequences.store_queue import StoreBatch
@@ -109,7 +109,7 @@ class SequenceWorker(Worker):
         self.keep_tokens = load.keep_tokens
         self.layers = model.whole()[0][1].layers
         self.block_tokens = model.spec.block_tokens
-        self.machine = SequenceMachine(
+        self.machine = OpenSequences(
             ResidentPages(load.resident_pages, _PAGE_BYTES, _CODED_BYTES),
             self._random_id,
             block_tokens=self.block_tokens,

@@ -64,11 +64,12 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         self._worker = worker
         self._model = model
         self._give_up = give_up
-        self._terms = StoreTerms(hashes, first, parts, loss, worker.attempt(), wait_ns, start)
+        new = (block for block in hashes[first - start :] if content.private_holder(block) is None)
+        tokens = tuple(token for block in new for token in content.origin(model, block)[1])
+        self._terms = StoreTerms(model.spec, hashes, first, parts, loss, tokens, worker.attempt(), wait_ns, start)
         self._holds = holds
         plan = StorePlan(
             self._terms,
-            model.spec,
             StoreProgress(),
             worker.policy,
             streams=lambda shard: Streams(2, 1, 1),
@@ -122,9 +123,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         if attached is None:
             self._deliver(NotGranted(_late("no answer"), asked=False))
             return
-        blocks = [block for block in terms.new if content.private_holder(block) is None]
-        tokens = tuple(token for block in blocks for token in content.origin(model, block)[1])
-        prepare = prepare_store(terms, attached, tokens, f"node-{worker.node}")
+        prepare = prepare_store(terms, attached, f"node-{worker.node}")
         grant = yield from worker.question(model, prepare, self._give_up)
         if isinstance(grant, StoreGrant):
             self._deliver(StoreGranted(model.space, grant))

@@ -16,7 +16,7 @@ from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.testing.conformance.world import ONE, TWO
 from kvcluster.transport.base import PageHost
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.wire import socket_frames
 from kvcluster.wire.methods import Method
 from kvcluster.wire.socket_frames import HEADER, FrameKind

@@ -9,7 +9,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.testing.conformance import World
 from kvcluster.testing.conformance.world import BOUND_S, ONE
 from kvcluster.testing.split_transport import SplitTransport
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost, ShmServer
 from tests.transport.peers import StreamPeer, authenticator, token

@@ -43,6 +43,7 @@ from kvcluster.core.messages import (
     RefusedKind,
     RegisterSpans,
     Request,
+    ShardAddress,
     SpanBlocks,
     SpanMiss,
     SpansLacking,
@@ -58,7 +59,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.attend_session import Attends, SpanResults, ask_to_attend
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, RefusedByShard, Unavailable
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -431,11 +432,8 @@ def test_a_shard_imports_what_attention_needs_when_it_starts_if_a_path_carries_q
 
     monkeypatch.setattr(shard_host, "import_attention", prepare)
     host = ShardHost(
-        ShardId("s"),
-        Epoch(1),
+        ShardAddress(ShardId("s"), Epoch(1), "s", "here"),
         load(overrides={"shard": {"ram_bytes": 2**20}}),
-        address="s",
-        host="here",
         tell=lambda *report: Done(),
         open_source=lambda *source: pytest.fail("no source"),
         on_end=lambda leave: None,

@@ -30,7 +30,7 @@ from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, u
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire import shard, socket_frames
 from kvcluster.wire.frames import Record

@@ -23,8 +23,8 @@ from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.errors import CallerError
 from kvcluster.memory.arena import Staging
 from kvcluster.memory.codec import coder
+from kvcluster.transfers.bound_memory import BoundMemory, bind
 from kvcluster.transfers.layouts import Paged
-from kvcluster.transfers.memory import BoundMemory, bind
 from tests.client.build import noise, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import LLAMA, engine_config, kv_caches, kv_config, model_folder, settings_of

@@ -16,7 +16,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.engines.vllm import pd_disagg
-from kvcluster.engines.vllm.prefix_matcher import _PENDING_NS
+from kvcluster.engines.vllm.matched_tokens import _PENDING_NS
 from kvcluster.engines.vllm.step_metadata import StoreOrder
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BOUND_S, Hold, Steps, prompt, watched_client

@@ -20,7 +20,7 @@ from kvcluster.client.client import Client
 from kvcluster.core.miss import Loss
 from kvcluster.device.device import NoMemory
 from kvcluster.device.snapshots import Snapshot, Snapshots
-from kvcluster.device.twin import Twin
+from kvcluster.device.software_twin import Twin
 from kvcluster.engines.vllm import compat, snapshot_stores, worker
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.snapshot_stores import SnapshotStores

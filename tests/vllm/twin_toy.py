@@ -30,8 +30,8 @@ from vllm.v1.worker.gpu import kv_connector as second_runner
 from kvcluster.device.device import Event, Range
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.ordering import Ordering, Unordered
+from kvcluster.device.software_twin import Machine, Twin, spoil
 from kvcluster.device.staging import DeviceStaging, wait_done
-from kvcluster.device.twin import Machine, Twin, spoil
 from kvcluster.engines.vllm import compat, settings
 from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.memory.region import bytes_at

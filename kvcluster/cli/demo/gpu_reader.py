@@ -13,8 +13,8 @@ from kvcluster.cli.demo.gpu import ARENA_BYTES, BLOCKS, PROMPT, SHAPE, SPEC, Fig
 from kvcluster.cli.waiting import wait_reported, wait_until
 from kvcluster.config import ClientConfig
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging, wait_done
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.memory.region import bytes_at
 
 _BOUND_S = 20.0

@@ -5,9 +5,9 @@ nodes of its parent at no cost, and what one sequence appends or drops does not 
 that follow it and the tables that end with it; it is released when nothing refers to it any more. A block is *claimed*
 while at least one node names it.
 
-Tables are changed as their workers say (messages/sequences.py); tail lengths stay with the workers. A table belongs to
-one owner, a holder of one tenant. This module does not know whether the holder is alive: the caller that learns that
-its lease has ended calls `close_owner`.
+Tables are changed as their workers say (messages/sequences_and_spans.py); tail lengths stay with the workers. A table
+belongs to one owner, a holder of one tenant. This module does not know whether the holder is alive: the caller that
+learns that its lease has ended calls `close_owner`.
 
 A table may have a million nodes. Finding the first n blocks of a chain takes logarithmic time, since each node also
 refers to an ancestor further up (Myers, An applicative random-access stack, 1983). Releasing a chain takes a step per
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId, Tenant
 from kvcluster.core.messages import TableChange
-from kvcluster.core.shares import Owner, Shares
+from kvcluster.core.tenant_shares import Owner, Shares
 
 ClaimedName = tuple[NamespaceId, BlockHash]
 
@@ -88,7 +88,8 @@ class _BlockTable:
 
 
 class BlockTables:
-    """All open sequences, by owner. `share` (shares.py): of all bytes, for the blocks that a tenant claims alone."""
+    """All open sequences, by owner. `share` (tenant_shares.py): of all bytes, for the blocks that a tenant claims
+    alone."""
 
     def __init__(self, share: float) -> None:
         no_claims = Claims(NamespaceId(b""), Tenant(""), private=False, block_bytes=0, block_tokens=1)

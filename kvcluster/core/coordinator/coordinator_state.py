@@ -16,10 +16,10 @@ from kvcluster.core.coordinator.namespaces import NamespaceTable
 from kvcluster.core.coordinator.pins import PinTable
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.coordinator.tickets import TicketBook
+from kvcluster.core.doctor_probes import ProbeRuns
 from kvcluster.core.ids import BlockHash, Epoch, Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.miss import OF_CLIENTS, MissReason
-from kvcluster.core.probes import ProbeRuns
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction import POLICIES
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages.coordinator import EngineInfo
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 
 RECORD_BYTES = 640
 """What an engine costs besides its texts: its record, its key and its places in two dicts."""

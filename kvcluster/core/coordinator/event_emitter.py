@@ -10,9 +10,9 @@ For a subscriber that starts late or has missed too much, all blocks are publish
 
 The token ids of blocks that are being stored, from the worker's prepare until the commit that publishes them.
 
-Bounded in bytes, of which each tenant may take its share (shares.py): a block costs its token ids, four bytes each, and
-BLOCK_BYTES for its names. A tenant that takes more loses its own oldest blocks, never those of others. What no commit
-asks for is forgotten after TOKENS_KEPT_NS: its store has failed, or found the blocks stored already.
+Bounded in bytes, of which each tenant may take its share (tenant_shares.py): a block costs its token ids, four bytes
+each, and BLOCK_BYTES for its names. A tenant that takes more loses its own oldest blocks, never those of others. What
+no commit asks for is forgotten after TOKENS_KEPT_NS: its store has failed, or found the blocks stored already.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvcluster.core.messages.reports import (
     KVEvent,
     Publish,
 )
-from kvcluster.core.shares import Shares
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tenant_shares import Shares
 
 BLOCK_BYTES = 448
 """What a block costs besides its token ids: its hash, its key, its place in the order, and the headers of all."""

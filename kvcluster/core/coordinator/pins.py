@@ -11,11 +11,11 @@ from collections.abc import ItemsView, Iterator
 from itertools import islice
 
 from kvcluster.core.ids import BlockHash, Tenant
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 
 
 class PinTable:
-    """The pins of all namespaces. `share` (shares.py): of all bytes, for the pins of a tenant alone."""
+    """The pins of all namespaces. `share` (tenant_shares.py): of all bytes, for the pins of a tenant alone."""
 
     def __init__(self, share: float) -> None:
         self.charged = Shares(0, share)

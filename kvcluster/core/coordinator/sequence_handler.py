@@ -1,16 +1,15 @@
 """Keeps the block tables of open sequences as their workers say, under a lease for each holder.
 
-A worker numbers its messages (messages/sequences.py). The last answer is kept with the lease if it is short, so a
-repeated message, whose reply was lost, changes nothing; a repeat of one with a long answer is treated as a gap. A lower
-number is that of a repeat that was delayed: it is refused. After a gap in the numbers the coordinator has missed
+A worker numbers its messages (messages/sequences_and_spans.py). The last answer is kept with the lease if it is short,
+so a repeated message, whose reply was lost, changes nothing; a repeat of one with a long answer is treated as a gap. A
+lower number is that of a repeat that was delayed: it is refused. After a gap in the numbers the coordinator has missed
 something: it drops what it knew of the holder and asks for all tables again; until they can have come, what they
-claimed stays.
-The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their request: another
-tenant's message with the same holder id neither sees nor changes them.
+claimed stays. The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their
+request: another tenant's message with the same holder id neither sees nor changes them.
 
-Claimed blocks are spared from eviction, up to the share of all bytes that each tenant has (shares.py): a change beyond
-it is refused.
-Private blocks that lose their last claim are handed to the eraser. Chains of closed tables are released in slices.
+Claimed blocks are spared from eviction, up to the share of all bytes that each tenant has (tenant_shares.py): a change
+beyond it is refused. Private blocks that lose their last claim are handed to the eraser. Chains of closed tables are
+released in slices.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from kvcluster.core.messages import (
     TableChange,
     TablesSynced,
 )
-from kvcluster.core.shares import Owner, Shares
+from kvcluster.core.tenant_shares import Owner, Shares
 
 
 @dataclass(slots=True)

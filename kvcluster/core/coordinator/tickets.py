@@ -9,9 +9,9 @@ pending.
 Holds: the blocks that running load tickets keep from eviction, and the bytes of each tenant among them.
 
 A block that several tickets of a tenant hold counts once, in raw bytes, as long as one of them runs. A tenant may hold
-its share of all addressable bytes (shares.py): of a chain that takes more, the first blocks are held and the others are
-not. Those are loaded like any other if they are still there when their reader comes. A tenant without others has no
-bound.
+its share of all addressable bytes (tenant_shares.py): of a chain that takes more, the first blocks are held and the
+others are not. Those are loaded like any other if they are still there when their reader comes. A tenant without others
+has no bound.
 
 Which attempt may write which page, by the store tickets that run.
 
@@ -29,7 +29,7 @@ from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
-from kvcluster.core.shares import HolderShares, Owner, Shares
+from kvcluster.core.tenant_shares import HolderShares, Owner, Shares
 
 
 class _Held:

@@ -9,15 +9,15 @@ core asserts, and decides.
                             PinBlocks, UnpinBlocks, GetPins, Purge, Drain, SetPolicy,
                             GetStatus                                                 coordinator.py
                             RegisterEngine, GetEngines, SetWeights                    coordinator.py
-                            SyncTables                                                sequences.py
+                            SyncTables                                                sequences_and_spans.py
                             Probe                                                     orders.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
-                            RegisterSpans, PinSpans                                   sequences.py
+                            RegisterSpans, PinSpans                                   sequences_and_spans.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
-                            AttendRequest                                             sequences.py
+                            AttendRequest                                             sequences_and_spans.py
     driver -> core          Tick, Stalled, Retell, Verified, Moved, Staged, SavePages,
                             ReportAnswered, ReportFailed                              effects.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
@@ -150,7 +150,7 @@ from kvcluster.core.messages.reports import (
     TierUse,
     Tombstone,
 )
-from kvcluster.core.messages.sequences import (
+from kvcluster.core.messages.sequences_and_spans import (
     AttendAnswer,
     AttendDeclined,
     Attended,

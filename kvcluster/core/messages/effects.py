@@ -30,7 +30,7 @@ from kvcluster.core.messages.coordinator import (
 )
 from kvcluster.core.messages.orders import Probed, TryPeers
 from kvcluster.core.messages.reports import Inventory, Publish, Report, ReportAck, Tombstone
-from kvcluster.core.messages.sequences import SpanGrant, SpansPending, TablesSynced
+from kvcluster.core.messages.sequences_and_spans import SpanGrant, SpansPending, TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec

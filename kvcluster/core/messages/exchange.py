@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
+from kvcluster.core.columns import ColumnSequence, make_rows
 from kvcluster.core.groups import PageKey, Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.messages.common import Need, Run
 from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.miss import Loss
-from kvcluster.core.rows import ColumnSequence, make_rows
 
 
 class PageWant(NamedTuple):

@@ -17,7 +17,7 @@ from enum import Enum
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.shard.page import Page
-from kvcluster.core.shares import HolderShares, Owner, Shares
+from kvcluster.core.tenant_shares import HolderShares, Owner, Shares
 
 
 class LeaseKind(Enum):

@@ -27,7 +27,7 @@ from kvcluster.core.shard.page import Page, PageState
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
 from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.core.shard.tier_mover import page_move
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 from kvcluster.core.tiers import INGEST, STAGING, Tier
 
 ROOM_NS = 500_000_000

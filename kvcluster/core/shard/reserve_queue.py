@@ -16,7 +16,7 @@ from kvcluster.core.ids import Attempt, CallId, NamespaceId, Tenant
 from kvcluster.core.messages import Answer, NewPage, Request, Reserve, WriteGrant, Written
 from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
-from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_shares import Shares
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.dispatcher import Dispatcher
+from kvcluster.core.doctor_probes import ProbeTaker
 from kvcluster.core.ids import Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -57,7 +58,6 @@ from kvcluster.core.messages import (
     Verified,
 )
 from kvcluster.core.miss import LEASE_ENDED, LEAVING
-from kvcluster.core.probes import ProbeTaker
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.order_executor import OrderExecutor
 from kvcluster.core.shard.pin_handler import PinHandler

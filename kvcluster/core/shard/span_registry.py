@@ -48,7 +48,7 @@ from kvcluster.core.shard.leases import LeaseBook, LeaseKind
 from kvcluster.core.shard.page import Page, PageState
 from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
-from kvcluster.core.shares import Owner, Shares
+from kvcluster.core.tenant_shares import Owner, Shares
 
 
 class RegisteredSpan:

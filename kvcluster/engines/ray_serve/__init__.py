@@ -5,6 +5,6 @@
 The first configures the engines (`kvcluster.engines.vllm`), the second their deployment (docs/ray-serve.md).
 """
 
-from kvcluster.engines.ray_serve.config import kv_transfer_config, request_router_config
+from kvcluster.engines.ray_serve.settings import kv_transfer_config, request_router_config
 
 __all__ = ["kv_transfer_config", "request_router_config"]

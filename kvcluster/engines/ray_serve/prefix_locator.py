@@ -33,8 +33,8 @@ from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespace
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.placement import name_of
 from kvcluster.core.spec import KVSpec
-from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prompts import NoTokens, PromptTokenizer, RequestPrompt
+from kvcluster.engines.ray_serve.replica_choice import Stretch
 from kvcluster.engines.ray_serve.settings import RouterSettings
 from kvcluster.errors import KVClusterError
 from kvcluster.transfers.coordinator_client import CoordinatorClient, GrpcPort

@@ -17,8 +17,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-import kvcluster.engines.ray_serve.policy as policy
 import kvcluster.engines.ray_serve.prompts as prompts
+import kvcluster.engines.ray_serve.replica_choice as policy
 import kvcluster.engines.ray_serve.settings as settings
 from kvcluster.engines.ray_serve.compat import Counters, PendingRequest, Replica, ReplicaID, Router, host_names
 from kvcluster.engines.ray_serve.prefix_locator import Hosts, LocateOutcome, PrefixLocation, PrefixLocator

@@ -5,8 +5,8 @@ A function is registered with transformers' AttentionInterface under NAME, and o
 mask it returns the rule that the mask would follow (MaskRule), so none is ever made. While `attending` is open, the
 model's layers call that function; it asks the cache of this thread, which has just got the keys of the layer.
 
-Whatever a layer asks for that is not computed here is refused by name. attention_probe.py has each layer of a model ask
-before anything starts.
+Whatever a layer asks for that is not computed here is refused by name. `check_attention` (sequence_cache.py) has each
+layer of a model ask before anything starts.
 """
 
 from __future__ import annotations

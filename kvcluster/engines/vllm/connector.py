@@ -26,7 +26,7 @@ import kvcluster.engines.vllm.settings as settings
 from kvcluster.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvcluster.engines.vllm.observer import observer
 from kvcluster.engines.vllm.registration import Adapters, Registration
-from kvcluster.engines.vllm.scheduler import SchedulerSide
+from kvcluster.engines.vllm.scheduler import EngineShape, SchedulerSide
 from kvcluster.engines.vllm.stats import PromMetrics, TransferStats
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.engines.vllm.worker import WorkerSide
@@ -105,10 +105,9 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 layout,
                 registration,
                 Adapters(_logger.info),
-                engine_blocks=kv_cache_config.num_blocks,
-                ranks=vllm_config.parallel_config.tensor_parallel_size,
-                stores=stores,
-                loads=loads,
+                EngineShape(
+                    kv_cache_config.num_blocks, vllm_config.parallel_config.tensor_parallel_size, stores, loads
+                ),
                 forget=self._forget,
             )
         else:

@@ -9,14 +9,8 @@ reported it, and how far the chain is known to be in the cluster. Three rules ke
     - A step lists every block that it gives to a new owner, so that stores which still read the block stop first.
     - A request whose load failed is not looked up again: it computes.
 
-How much of a prompt is loaded, and whether within a forward pass, is decided by the prefix matcher (prefix_matcher.py);
-the loads under way are in request_state.py.
-
-Which blocks of a request are stored after a step, with which loss, and which of these stores still read them.
-
-A block is stored once the step that fills it has run over KV that is known to be good (scheduler.py has the rule); it
-has at least the loss of the blocks that it was computed over. A store is *drained* on a rank that no longer reads the
-engine's own blocks for it.
+How many tokens of a prompt are loaded, and whether within a forward pass, is decided in matched_tokens.py; what is
+stored after a step in store_planner.py; the loads under way are in request_state.py.
 """
 
 from __future__ import annotations
@@ -24,96 +18,37 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.client.client import Client
-from kvcluster.core import limits
-from kvcluster.core.groups import PREFIX
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
-from kvcluster.engines.texts import miss_of
-from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
-from kvcluster.engines.vllm.prefix_matcher import PrefixMatcher
+from kvcluster.engines.vllm.matched_tokens import PrefixMatcher
 from kvcluster.engines.vllm.registration import Adapters, Registration
 from kvcluster.engines.vllm.request_state import LoadsInFlight, RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
+from kvcluster.engines.vllm.store_planner import StorePlanner
 from kvcluster.errors import KVClusterError
-
-
-class StorePlanner:
-    """The store orders of one engine of `ranks` ranks and `engine_blocks` blocks."""
-
-    def __init__(self, layout: compat.Layout, in_flight: LoadsInFlight, *, ranks: int, engine_blocks: int) -> None:
-        self._layout = layout
-        self._in_flight = in_flight
-        self._ranks = ranks
-        self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
-        self._order = 0
-        self._undrained: dict[int, tuple[str, int]] = {}  # by store order: its request, and the ranks that still read
-        self.lossy = LossyBlocks(4 * engine_blocks)
-
-    def plan(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
-        """Returns the order to store a request's new blocks after this step; None if there are none."""
-        of_engine, step = request.of_engine, self._layout.block_tokens
-        tokens = one.computed + one.tokens
-        if self._in_flight.steps:  # this step or an earlier one may run over KV that did not arrive
-            tokens = min(compat.validated_tokens(of_engine), one.computed)
-            if request.loading is not None or request.has(self._in_flight.in_doubt()):
-                return None
-        full = min(tokens, of_engine.num_tokens) // step
-        full = min(full, limits.BLOCKS_PER_PROMPT, *(len(of_group) for of_group in request.table))
-        first = request.stored
-        if not self._keeps_all:  # blocks that a window has left behind may belong to another request by now
-            first = max(first, compat.validated_tokens(of_engine) // step)
-        new = request.storable(first, full)
-        request.stored = max(request.stored, new.stop)
-        if not new:
-            return None
-        try:  # if the namespace is not known at once, nothing is stored
-            request.grow(new.stop)
-        except KVClusterError as error:
-            request.private, request.miss = True, miss_of(error)
-            return None
-        self._order += 1
-        self._undrained[self._order] = (of_engine.request_id, self._ranks)
-        request.orders.add(self._order)
-        return StoreOrder(
-            number=self._order,
-            request=of_engine.request_id,
-            adapter=request.adapter,
-            first=new.start,
-            source=request.blocks(new),
-            loss=self._loss(request, new.start),
-            tokens=request.tokens(new),
-        )
-
-    def _loss(self, request: RequestState, first: int) -> Loss:
-        """Returns the loss of KV computed over a request's prefix, parts of which the engine's own cache may
-        provide."""
-        before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
-        request.loss = self.lossy.worst(before, request.loss)
-        return request.loss
-
-    def drain(self, number: int, ranks: int) -> str | None:
-        """Records that so many more ranks no longer read for that order. Returns its request once none does."""
-        if number not in self._undrained:
-            return None
-        request, left = self._undrained[number]
-        if left > ranks:
-            self._undrained[number] = request, left - ranks
-            return None
-        del self._undrained[number]
-        return request
-
 
 _LAYERWISE_SLACK = 10
 """A load within a forward pass may take this multiple of `layerwise_ms`, since all requests of the pass wait for it."""
 
 _LEAST_LAYERWISE_MS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """An engine of `ranks` ranks with `blocks` blocks each, and whether it `stores` and `loads`: by its role."""
+
+    blocks: int
+    ranks: int
+    stores: bool = True
+    loads: bool = True
 
 
 class SchedulerSide:
@@ -125,11 +60,8 @@ class SchedulerSide:
         layout: compat.Layout,
         registration: Registration,
         adapters: Adapters,
+        engine: EngineShape,
         *,
-        engine_blocks: int,
-        ranks: int,
-        stores: bool = True,
-        loads: bool = True,
         forget: Callable[[set[int]], object] = lambda blocks: None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -137,21 +69,21 @@ class SchedulerSide:
         self._layout = layout
         self._registration = registration
         self._adapters = adapters
-        self._ranks = ranks
-        self._stores = stores
-        self._loads = loads
+        self._ranks = engine.ranks
+        self._stores = engine.stores
+        self._loads = engine.loads
         self._forget = forget
         self._clock = clock
         self._engine = os.urandom(16)
         self._matcher = PrefixMatcher(settings, layout)
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
-        self._in_flight = LoadsInFlight(ranks)
+        self._in_flight = LoadsInFlight(engine.ranks)
         self._gone: list[str] = []
         self._held: list[str] = []
         self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
         self._step = 0
-        self._planner = StorePlanner(layout, self._in_flight, ranks=ranks, engine_blocks=engine_blocks)
+        self._planner = StorePlanner(layout, self._in_flight, ranks=engine.ranks, engine_blocks=engine.blocks)
         self.stats = Stats()
 
     # --------------------------------------------------------------------------------------- before a request runs

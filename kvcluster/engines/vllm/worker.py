@@ -4,29 +4,75 @@ A load writes into blocks that the engine has allocated for it. Within a forward
 and blocks that have not arrived by the end of the pass are reported as invalid; a load beside the passes is reported
 when it ends. A store reads blocks after the pass that filled them: in place from CPU memory (stores.py), by snapshots
 from a GPU (snapshot_stores.py), where loads go beside the passes alone and this thread never waits.
+
+The KV of an engine in the memory of a GPU: which GPU, and where each block lies there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 import kvcluster.engines.vllm.compat as compat
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
+from kvcluster.device.device import Device
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.endpoints import DeviceMemory
+from kvcluster.device.snapshots import Snapshots
 from kvcluster.engines.texts import miss_of
-from kvcluster.engines.vllm.device_kv import device_kv
 from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.stores import InPlaceStores, Stores
-from kvcluster.errors import KVClusterError
+from kvcluster.errors import CallerError, KVClusterError
+from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Layers, Paged
 from kvcluster.transfers.transfer import Loaded, Transfer
 from kvcluster.transport.base import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKV:
+    """The device, and for each group the geometry of all its blocks."""
+
+    device: Device
+    geometries: tuple[BlockGeometry, ...]
+    staging_bytes: int
+
+    def snapshots(self) -> Snapshots:
+        """Returns new snapshots of these blocks. Allocates nothing."""
+        return Snapshots(self.device, self.geometries, nbytes=self.staging_bytes // 2)
+
+
+def device_kv(layout: compat.Layout, views: Sequence[list[Any]], staging_bytes: int) -> DeviceKV | str | None:
+    """Returns the engine's KV if it lies on a device, None if it lies in CPU memory, and why it cannot be moved if its
+    device cannot be used. Loads the kernels, which takes seconds where they have to be compiled."""
+    tensors = [tensor for group in views for tensor in _tensors(group)]
+    if not DEVICES and all(tensor.device.type == "cpu" for tensor in tensors):
+        return None
+    DEVICES.expect(staging_bytes // 2)
+    blocks = min(tensor.shape[0] for tensor in tensors)
+    spec = KVSpec(model="layout", weights=f"{PRIVATE_WEIGHTS}0", block_tokens=layout.block_tokens, groups=layout.groups)
+    try:
+        bound = bind([Paged(of_group, range(blocks)) for of_group in views], spec, layout.parts, blocks, writable=False)
+    except CallerError as error:
+        return str(error)
+    if not isinstance(bound.endpoint, DeviceMemory):
+        return None
+    geometries = tuple(geometry for geometry in bound.geometries() if geometry is not None)
+    return DeviceKV(bound.endpoint.device, geometries, staging_bytes)
+
+
+def _tensors(group: list[Any]) -> list[torch.Tensor]:
+    return [tensor for layer in group for tensor in (layer if isinstance(layer, tuple) else (layer,))]
 
 
 class _Load:

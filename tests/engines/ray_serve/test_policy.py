@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.engines.ray_serve.policy import ReplicaCandidate, Stretch, held_by_host, preferred
+from kvcluster.engines.ray_serve.replica_choice import ReplicaCandidate, Stretch, held_by_host, preferred
 
 HOSTS = st.sampled_from(["a", "b", "c", "d"])
 STRETCHES = st.lists(

@@ -19,9 +19,9 @@ import pytest
 
 from kvcluster.client.bounded_calls import LIMIT
 from kvcluster.engines.ray_serve import prefix_locator
-from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prefix_locator import THREADS, LocateOutcome, PrefixLocation, PrefixLocator
 from kvcluster.engines.ray_serve.prompts import RequestPrompt
+from kvcluster.engines.ray_serve.replica_choice import Stretch
 from kvcluster.engines.ray_serve.settings import RouterSettings
 from tests.cli.served import Served
 from tests.client.build import BLOCK, SPEC, prompt, spec_of

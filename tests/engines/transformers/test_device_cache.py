@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.software_twin import Machine, Twin
 from kvcluster.device.staging import DeviceStaging
-from kvcluster.device.twin import Machine, Twin
 from kvcluster.engines.transformers import PrefixCache, cache
 from kvcluster.engines.transformers.compat import layers, planes
 from kvcluster.testing import MemoryCluster

@@ -19,7 +19,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transport.base import Deadline, PageSource, PathLost, Transport
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.sessions import WriteSession
 
 _HELD_S = 0.005

@@ -26,7 +26,7 @@ from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.sequences import runner
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, PageSource, Transport
-from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.in_process_transport import MemoryTransport
 from tests.client.test_zero_copy import Desk
 from tests.fuzz.sequences import judging
 from tests.fuzz.sequences.model import Contents, Published, Text, Window

@@ -6,7 +6,7 @@ import warnings
 from random import Random
 
 from kvcluster.errors import CallerError, ResidentSetFull
-from kvcluster.sequences.policy import WindowPolicy
+from kvcluster.sequences.window_policy import WindowPolicy
 from tests.fuzz.sequences.episode import MOST_OPEN, Episode, Finding, Live
 from tests.fuzz.sequences.model import Text, Window, names_of
 from tests.fuzz.sequences.operations import operation

@@ -11,8 +11,8 @@ from kvcluster.transfers.load_plan import LoadPlan
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.pieces import _PieceColumns
 from kvcluster.transfers.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
-from kvcluster.transfers.policy import ShardPolicy
 from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transfers.store_executor import StoreProgress
 from kvcluster.transfers.store_plan import StorePlan
 from kvcluster.transport.page_session import PageSession
@@ -85,8 +85,8 @@ def full_counts_as_stored(original: Any, self: StoreProgress, of_block: Any, out
     original(self, of_block, [Written.DUPLICATE if each is Written.FULL else each for each in outcome], nbytes)
 
 
-@planted(ShardPolicy, "gave_up")
-def probe_forgotten(original: Any, self: ShardPolicy, permit: Any) -> None:
+@planted(ShardHealth, "gave_up")
+def probe_forgotten(original: Any, self: ShardHealth, permit: Any) -> None:
     """A cancelled exchange that was the breaker's probe does not return its permit, so that no other may probe."""
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvcluster.core.coordinator.eraser import Eraser
 from kvcluster.core.coordinator.sequence_handler import SequenceHandler
 from kvcluster.sequences.block_pages import BlockPages
-from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.open_sequences import OpenSequences
 from kvcluster.sequences.resident_window import ResidentWindow
 from kvcluster.sequences.state import SequenceState
 from kvcluster.sequences.store_queue import StoreQueue
@@ -47,8 +47,8 @@ def entries_of_forks_stay(original: Any, self: BlockPages, block: Any, page: Any
     block.family.update(dict.fromkeys(owners))
 
 
-@planted(SequenceMachine, "fork")
-def fork_without_a_reference(original: Any, self: SequenceMachine, state: Any, name: Any) -> Any:
+@planted(OpenSequences, "fork")
+def fork_without_a_reference(original: Any, self: OpenSequences, state: Any, name: Any) -> Any:
     """A fork does not count as a reference to the pages that it shares with its parent."""
     child = original(self, state, name)
     if child.tip is not None and child.tip.references > 1:

@@ -21,8 +21,8 @@ from kvcluster.core.shard.shutdown_saver import ShutdownSaver
 from kvcluster.core.shard.tier_mover import PageMoves
 from kvcluster.core.shard.withdrawal import Withdrawal
 from kvcluster.core.shard.worker_handler import WorkerHandler
-from kvcluster.core.shares import HolderShares
 from kvcluster.core.streams import OrderCursor
+from kvcluster.core.tenant_shares import HolderShares
 from kvcluster.memory import checksum
 from tests.sim.bugs.planting import planted
 from tests.sim.disk import Disk

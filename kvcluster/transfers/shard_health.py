@@ -8,8 +8,8 @@ once when it ends, so that the circuit breaker of that incarnation (breaker.py) 
     failed      no answer, or none in time
     gave_up     the user cancelled the exchange, which says nothing about the shard
 
-load_plan.py with retry.py decides what a load does about pages that did not come, store_plan.py what a store does. Both
-ask this policy.
+load_plan.py with failover.py decides what a load does about pages that did not come, store_plan.py what a store does.
+Both ask this policy.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ SILENT_SHARE = 4
 INCARNATIONS = 2
 """A shard that has restarted is asked by its new address, and by tickets of before for a while by its old one."""
 
-ASKING_SHARE = 4
-"""Asking for other replicas takes at most 1/4 of the time left, so that the outcome is still reported in time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Permit:
@@ -50,7 +47,7 @@ class AskAgain:
     reattached: bool
 
 
-class ShardPolicy:
+class ShardHealth:
     """The policy of one client. Each incarnation of a shard has a breaker; those of the last INCARNATIONS asked are
     kept.
 
@@ -141,7 +138,7 @@ class ShardPolicy:
 
 
 def refusal(refused: Refused, shard: ShardAddress, *, reattached: bool) -> Exception | Miss | AskAgain:
-    """Returns what a refusal means for the caller of the exchange, as ShardPolicy.ended."""
+    """Returns what a refusal means for the caller of the exchange, as ShardHealth.ended."""
     if refused.kind is RefusedKind.STALE:
         return restarted(shard)
     if refused.kind is RefusedKind.UNKNOWN_NAMESPACE:

@@ -28,14 +28,14 @@ from kvcluster.errors import CallerError
 from kvcluster.sequences.block_pages import BlockPages
 from kvcluster.sequences.block_table import ABSENT, PageCopy, TokenRun
 from kvcluster.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
-from kvcluster.sequences.policy import WindowPolicy
 from kvcluster.sequences.resident_pages import ResidentPages
 from kvcluster.sequences.resident_window import Encoding, ResidentWindow
 from kvcluster.sequences.state import SealExtent, SequenceState
 from kvcluster.sequences.store_queue import StoreQueue
+from kvcluster.sequences.window_policy import WindowPolicy
 
 
-class SequenceMachine:
+class OpenSequences:
     """The open sequences of one client. `random_id` returns a new random id of 32 bytes for a private block."""
 
     def __init__(

@@ -26,8 +26,8 @@ from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of, bytes_at
 from kvcluster.transfers.array_views import array_view
-from kvcluster.transfers.footprints import BlockRows, Extent, Footprint, first_shared
 from kvcluster.transfers.layouts import Buffers, Dense, Memory, kind_of
+from kvcluster.transfers.memory_overlaps import BlockRows, Extent, Footprint, first_shared
 from kvcluster.transfers.part_memory import Ask, Pages, PartMemory
 
 

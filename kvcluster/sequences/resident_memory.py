@@ -4,7 +4,7 @@ A raw page is `[layers, planes, block_tokens, heads, dim]` of the spec's dtype; 
 is a tensor, `[pages, layers, block_tokens, heads, dim]`; all together are one if their dims are alike. The pages of
 each kind could take the whole budget; what is never used takes no memory, and `unback` returns memory to the operating
 system. Pages and slots have numbers, which entries of block tables stand for (block_table.py); which block each holds
-is decided elsewhere (machine.py).
+is decided elsewhere (open_sequences.py).
 """
 
 from __future__ import annotations

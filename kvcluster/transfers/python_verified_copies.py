@@ -30,7 +30,7 @@ from kvcluster.copies.batch import (
     cpu_addresses,
     first_opened,
 )
-from kvcluster.copies.native import NativeCopies
+from kvcluster.copies.native_verified_copies import NativeCopies
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
@@ -40,7 +40,7 @@ from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.memory.arena import Staging
-from kvcluster.transfers.memory import BoundMemory
+from kvcluster.transfers.bound_memory import BoundMemory
 from kvcluster.transport.base import Cancelled
 
 

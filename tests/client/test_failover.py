@@ -13,8 +13,8 @@ from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, Na
 from kvcluster.core.messages import BlockFate, Need, PageKey, PageWant, Run, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.transfers.failover import ROUNDS, Replicas
 from kvcluster.transfers.pieces import Piece, cover, plan_pieces
-from kvcluster.transfers.retry import ROUNDS, RetryPlan
 from tests.client.build import HEADS, LAYERS, SPEC
 
 WHOLE = Part(0, LAYERS, 0, HEADS)
@@ -39,8 +39,8 @@ def fate(*shards: ShardAddress, count: int = 1) -> BlockFate:
     return BlockFate(count, (tuple(source(shard) for shard in shards),), None) if shards else BlockFate(1, None, NEVER)
 
 
-def plan(parts: Sequence[Part | None] = (WHOLE,), accept: Loss = Loss.EXACT) -> RetryPlan:
-    return RetryPlan(HASHES, tuple(parts), accept)
+def plan(parts: Sequence[Part | None] = (WHOLE,), accept: Loss = Loss.EXACT) -> Replicas:
+    return Replicas(HASHES, tuple(parts), accept)
 
 
 # --------------------------------------------------------------------------------------------- geometry
