@@ -6,6 +6,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.transfers.breaker import LEAST_WAIT_NS
+from kvcluster.transfers.failover import ASKING_SHARE
 from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     Answered,
@@ -19,7 +20,6 @@ from kvcluster.transfers.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.transfers.shard_health import ASKING_SHARE
 from kvcluster.transfers.transfer import Loaded
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS
