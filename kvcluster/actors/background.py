@@ -48,7 +48,8 @@ _PLENTY = 1_000
 @dataclass(frozen=True, slots=True)
 class Running:
     """The record of a running cluster. `pid`: of its session's leader. `started`: when that process began, in clock
-    ticks since boot, which tells it from a later process of the same id. `config`: its settings (config.as_values)."""
+    ticks since boot, which distinguishes it from a later process of the same id. `config`: its settings
+    (config.as_values)."""
 
     address: str
     shards: int

@@ -85,8 +85,8 @@ def settle(reconciler: Reconciler) -> Schedule:
 
 
 def trouble_of(coordinator: Any) -> dict[str, str]:
-    """Returns by shard why it is without one of its tiers, or with a smaller one. An actor of an older release does not
-    tell: {}."""
+    """Returns by shard why it is without one of its tiers, or with a smaller one. {} from an actor of an older release,
+    which does not report it."""
     return call(coordinator.trouble) if hasattr(coordinator, "trouble") else {}
 
 

@@ -106,7 +106,7 @@ class CoordinatorActor:
         return host_and_port(self._advertised or announced_host(self._server.host), self._server.port)
 
     def _facts(self, config: Config) -> ProcessFacts:
-        """Returns what this process says of itself in probes."""
+        """Returns what this process reports about itself in probes."""
         server = config.server
         ports = [
             ListeningPort("workers", self._server.port, str(server.port or "")),
@@ -129,7 +129,7 @@ class CoordinatorActor:
         return self._host.inspect(lambda: {str(k): v for k, v in self._host.core.state.members.leaving.items()})
 
     def leaving_heard(self, shards: list[str]) -> None:
-        """Forgets that the nodes of these shards are to be taken down: Ray's store says so now."""
+        """Forgets that the nodes of these shards are to be taken down: Ray's store has it now."""
         leaving = self._host.core.state.members.leaving
         self._host.inspect(lambda: [leaving.pop(ShardId(shard), None) for shard in shards])
 
@@ -175,7 +175,8 @@ def handlers_of(
 
 
 def schedule_of(waiting: Sequence[str], orphans: Sequence[tuple[str, str]], shards: Collection[str]) -> ScheduleSeen:
-    """Returns what the status shows of it: at most SCHEDULE_LINES of each, and no more of a text than is sent."""
+    """Returns what the status shows of a pass of the reconciler: at most SCHEDULE_LINES of each, and no more of a text
+    than is sent."""
     lines = tuple(line[:_LINE_CHARS] for line in waiting[: limits.SCHEDULE_LINES])
     volumes = tuple((ShardId(shard), node) for shard, node in orphans[: limits.SCHEDULE_LINES])
     return ScheduleSeen(lines, volumes, frozenset(map(ShardId, shards)))

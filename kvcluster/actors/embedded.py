@@ -137,8 +137,8 @@ def _running_ray(memory: int, gpus: int) -> Iterator[None]:
 
 
 def _start_ray(memory: int, gpus: int, folder: Path) -> None:
-    """Starts a Ray of this machine alone and connects this process to it. Raises KVClusterError with what Ray's
-    processes said, and ConfigError as `check_shown`."""
+    """Starts a Ray of this machine alone and connects this process to it. Raises KVClusterError with the errors of
+    Ray's processes, and ConfigError as `check_shown`."""
     check_shown(gpus)
     try:
         with lean_ray():

@@ -1,8 +1,8 @@
 """`kvcluster up --foreground` and `kvcluster up --address`: a process that keeps a cluster as it is configured.
 
-It makes passes of the reconciler until it is told to end, and says what the cluster waits for whenever that changes. It
-reads its configuration file again when that changes: a valid one is published, so that processes that start from then
-on run it. The process keeps nothing: one that starts again goes on where the last one was.
+It makes passes of the reconciler until it is asked to end, and prints what the cluster waits for whenever that changes.
+It reads its configuration file again when that changes: a valid one is published, so that processes that start from
+then on run it. The process keeps no state: the next one continues where it ended.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say
     it is up but degraded. Raises ConfigError if that Ray or the configuration is not what the operator has allowed."""
     config = source.read()
     check_trust(config, address, allowed)
-    gone = f"the Ray at {address} has not answered for {_AWAY_S:.0f} s; start this command again"
+    lost = f"the Ray at {address} has not answered for {_AWAY_S:.0f} s; start this command again"
     with (
-        ends_with_ray(lambda: answers(address), lambda: None, gone, patience_s=_AWAY_S),
+        ends_with_ray(lambda: answers(address), lambda: None, lost, patience_s=_AWAY_S),
         background.connected(address),
         stopped_by_signals() as stop,
     ):
@@ -131,8 +131,8 @@ def end_on(address: str, name: str) -> bool:
 
 
 def check_trust(config: Config, address: str, allowed: frozenset[str]) -> None:
-    """Raises ConfigError unless the operator has allowed what this Ray cannot keep apart: whoever reaches a Ray runs
-    code as any shard there."""
+    """Raises ConfigError unless the operator has allowed what this Ray cannot keep apart: anyone who reaches a Ray can
+    run code there as any shard."""
     if not config.server.secret_file:
         raise ConfigError(
             "a cluster on a Ray that is there already needs server.secret_file: without it, its secret would lie in "
@@ -184,7 +184,7 @@ def _watched(head: RayNode, config: Config) -> contextlib.AbstractContextManager
 
 
 def _adopt(config: Config, say: Say) -> None:
-    """Publishes the configuration, and says what it changes of one that was published before."""
+    """Publishes the configuration, and prints what it changes of one that was published before."""
     before = settings.published(config.name)
     if before is not None and (differ := differences(before, config)):
         say(

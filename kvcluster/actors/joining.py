@@ -1,7 +1,7 @@
 """`kvcluster join`: a node of a cluster of several hosts, for as long as the process runs.
 
 It starts Ray's processes on this machine and starts them again when they end, because the head was lost, this node was
-cut off, or a process died. When it is told to end it says so to the reconciler, which drains the shards of this node
+cut off, or a process died. When it is asked to end it notifies the reconciler, which drains the shards of this node
 beside their replacements, and waits for that as long as it may.
 """
 
@@ -88,7 +88,7 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
 
 
 def _leave(config: Config, joining: Joining, node_ip: str, node: RayNode, say: Say) -> None:
-    """Has the shards of this node drained, and waits until they are gone, but no longer than the node may take."""
+    """Has the shards of this node drained, and waits until they have ended, but no longer than the node may take."""
     give_up = time.monotonic() + joining.leave_s
     try:
         notes = NodeNotes(joining.head, config.name)
@@ -139,14 +139,13 @@ def wait_for_config(
     say: Callable[[str], object],
     stop: threading.Event,
 ) -> bool:
-    """Waits until `published` returns this configuration as JSON, for `wait_s` at most or until `stop` is set, and
-    returns whether it has. `published` may raise, as where no head answers: then it is asked again.
+    """Waits until the head runs the configuration that a joining node was given: until `published` returns it as JSON,
+    for `wait_s` at most or until `stop` is set. Returns whether it has. If `published` raises, as where no head
+    answers, it is called again.
 
-    Waiting until the head runs the configuration that a joining node was given.
-
-    Where files reach hosts at different times, such as a ConfigMap's the pods that mount it, a node that starts
-    with a changed configuration may find a head that has not read it yet. Its shards would start with the settings
-    of before.
+    Files may reach hosts at different times, as those of a ConfigMap reach the pods that mount it. So a node that
+    starts with a changed configuration may find a head that has not read it yet, and its shards would start with the
+    old settings.
     """
     wanted, give_up, waits = as_values(config), time.monotonic() + wait_s, False
     while not stop.is_set():

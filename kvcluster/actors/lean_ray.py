@@ -53,7 +53,7 @@ def _start_nothing(node: Node, **options: object) -> None:
 
 def _twice(start_node: _Method) -> _Method:
     """Returns the constructor of a node, which starts its processes. If that fails it ends them, and starts others once
-    unless their logs say why it failed."""
+    unless their logs show why it failed."""
 
     @wraps(start_node)
     def start(node: Node, ray_params: RayParams, *arguments: Any, **options: Any) -> None:

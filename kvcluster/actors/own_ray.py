@@ -1,11 +1,12 @@
 """A Ray of our own: protected by a token, without usage statistics, and on loopback unless it has several nodes.
 
 Ray listens on every address of a machine, even if it is given 127.0.0.1, which it replaces by the machine's outward
-address. It stays on loopback only on systems on which it does not support clusters; so it is told that this is one. Ray
-reads that setting, and whether a token is required, when it is imported and not again; since this process may have
-imported it long ago, it is made to read them again, here and when the block ends.
+address. It stays on loopback only on systems on which it does not support clusters; so it is made to take this system
+for one. Ray reads that setting, and whether a token is required, when it is imported and not again; since this process
+may have imported it long ago, it is made to read them again, here and when the block ends.
 
-Questions to Ray's head that need no driver: whether it asks for a credential, and what a node tells the cluster.
+`check_head`, `asks_for_a_token`, `answers` and `NodeNotes` ask Ray's head without a driver: whether it requires a
+credential, and what a node reports to the cluster.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ TOKEN = "RAY_AUTH_TOKEN"
 """The variable of the environment in which processes of Ray have the token, which no file holds."""
 
 _KEPT_S, _LOST_S = 600, 15
-"""How long nodes wait for a head that is away, before they end: one that keeps its state comes back with it; without,
-the next head does not know them."""
+"""How long nodes wait for a head that is away, before they end: a head that keeps its state restarts with it; without
+state, the next head does not know them."""
 
 
 @contextmanager
@@ -156,8 +157,8 @@ def answers(address: str) -> bool:
 
 
 class NodeNotes:
-    """What a node that has no driver tells the reconciler through Ray's key-value store. All calls raise if the head
-    does not answer."""
+    """What a node that has no driver reports to the reconciler through Ray's key-value store. All calls raise if the
+    head does not answer."""
 
     def __init__(self, address: str, cluster: str) -> None:
         self._gcs = GcsClient(address=address)
@@ -181,7 +182,7 @@ class NodeNotes:
         self._gcs.internal_kv_put(self._prefix + node.encode(), b"1", True, SPACE, timeout=_PROBE_S)
 
     def forget(self, node: str) -> None:
-        """Takes back what `say_leaving` said; the id of a node is never used again."""
+        """Removes what `say_leaving` stored; the id of a node is never used again."""
         self._gcs.internal_kv_del(self._prefix + node.encode(), False, SPACE, timeout=_PROBE_S)
 
 

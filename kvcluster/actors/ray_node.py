@@ -51,11 +51,11 @@ class RayNode(NamedTuple):
         return started(self.pid) is not None
 
     def option(self, name: str) -> str:
-        """Returns the value of an option such as "--port" that it was started with; "" if it has none or is gone."""
+        """Returns the value of an option such as "--port" that it was started with; "" if it has none or has ended."""
         return dict(_named(self.pid, "cmdline")).get(name, "")
 
     def variable(self, name: str) -> str:
-        """Returns a variable of its environment, which only this user can read; "" if it has none or is gone."""
+        """Returns a variable of its environment, which only this user can read; "" if it has none or has ended."""
         return dict(_named(self.pid, "environ")).get(name, "")
 
     def last_words(self) -> str:
@@ -184,7 +184,7 @@ def session_logs(folder: Path) -> Path:
 
 
 def without_colours(text: str) -> str:
-    """Returns what Ray says without the codes by which a terminal shows it in colours."""
+    """Returns a text of Ray without the codes by which a terminal shows it in colours."""
     return _COLOUR.sub("", text)
 
 
@@ -213,20 +213,20 @@ def signals_delayed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread only
         return
-    came: list[int] = []
-    handlers = [(sig, signal.signal(sig, lambda number, _: came.append(number))) for sig in _ENDING]
+    received: list[int] = []
+    handlers = [(sig, signal.signal(sig, lambda number, _: received.append(number))) for sig in _ENDING]
     try:
         yield
     finally:
         for sig, handler in handlers:
             signal.signal(sig, handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
 def end_session(leader: int) -> None:
     """Sends SIGTERM to all processes of a session, and SIGKILL soon after: they hold nothing but memory, and Ray's head
-    is slow to end. Returns when they are gone, or after _STOP_S."""
+    is slow to end. Returns when they have ended, or after _STOP_S."""
     for sig, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _STOP_S)):
         for pid in session_of(leader):
             with contextlib.suppress(ProcessLookupError):

@@ -1,12 +1,11 @@
-"""What Ray knows of a cluster: its nodes with what is free on them, and the actors of a namespace.
+"""What Ray knows of a cluster (its nodes with what is free on them, and the actors of a namespace), and what to do if
+Ray has ended or did not start.
 
-Ends a process whose Ray has ended, though its main thread may be in a call of Ray.
+`ends_with_ray` ends a process whose Ray has ended, though its main thread may be in a call of Ray. Such a call does not
+return once the store of Ray's head is lost, takes no signal, and keeps a core busy. So a thread watches, gives the main
+thread a while to notice by itself, and then ends the process. Its supervisor (systemd, a container) starts it again.
 
-Such a call does not return once the store of Ray's head is gone, takes no signal, and keeps a core busy. So a thread
-watches, gives the main thread a while to notice by itself, and then ends the process. Who has started it (systemd, a
-container) starts it again.
-
-Why a Ray did not start: what its processes wrote into their logs before they ended.
+`errors_in_logs` finds why a Ray did not start: what its processes wrote into their logs before they ended.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def seen_actors(namespace: str) -> dict[str, ActorSeen]:
 
 def nodes_of(shards: Mapping[str, str], seen: Mapping[str, str]) -> list[str]:
     """Returns the ids of the living nodes of these shards, which are given with their addresses. `seen`: the node of
-    each actor that exists; that of a shard which is gone is found by its address."""
+    each actor that exists; that of a shard that has ended is found by its address."""
     by_host = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
     hosts = {shard: address.rpartition(":")[0].strip("[]") for shard, address in shards.items()}
     found = (seen.get(shard) or by_host.get(host) for shard, host in hosts.items())
@@ -200,7 +199,7 @@ def _errors(path: Path) -> Iterator[str]:
     try:
         with path.open("rb") as file:
             lines = file.read(_FILE_BYTES).decode("utf-8", "replace").splitlines()
-    except OSError:  # a link to a log that is gone
+    except OSError:  # a link to a log that was removed
         return
     for line in lines:
         if match := _NATIVE.match(line) or _PYTHON.match(line):

@@ -73,7 +73,7 @@ class Reconciler:
         if COORDINATOR_NAME not in seen:
             self._start_coordinator()
         draining = self._draining()
-        self._hear_leaving(seen)
+        self._record_leaving(seen)
         nodes = self._nodes.read()
         running = [
             RunningShard(ShardId(name), each.node, name in draining)
@@ -132,9 +132,10 @@ class Reconciler:
     def _draining(self) -> frozenset[str]:
         return frozenset(call(self.coordinator.draining, _ASK_S))
 
-    def _hear_leaving(self, seen: Mapping[str, ActorSeen]) -> None:
-        """Notes in Ray's store which nodes are to be taken down, as operators have told the coordinator (`kvcluster
-        drain --local`). Asked after which shards exist and drain: one that has gone by then is among the answers."""
+    def _record_leaving(self, seen: Mapping[str, ActorSeen]) -> None:
+        """Records in Ray's store which nodes are to be taken down, as operators have reported to the coordinator
+        (`kvcluster drain --local`). It is asked after the pass has found which shards exist and drain, so that a shard
+        that has ended by then is among the answers."""
         leaving: dict[str, str] = call(self.coordinator.leaving, _ASK_S)
         if leaving:
             for node in nodes_of(leaving, {name: each.node for name, each in seen.items()}):
@@ -195,8 +196,8 @@ class Reconciler:
 
 
 def call(method: Any, timeout_s: float = _START_S) -> Any:
-    """Calls a method of an actor, or a function that does, and returns the result. Raises ConfigError with what an
-    actor has said of its settings, and KVClusterError if it did not start or does not answer."""
+    """Calls a method of an actor, or a function that does, and returns the result. Raises ConfigError with an actor's
+    error about its settings, and KVClusterError if it did not start or does not answer."""
     try:
         return ray.get(method.remote() if hasattr(method, "remote") else method(), timeout=timeout_s)
     except ray.exceptions.RayActorError as error:
@@ -211,7 +212,7 @@ def call(method: Any, timeout_s: float = _START_S) -> Any:
 
 
 def _last_line(text: str) -> str:
-    """Returns the last line of what Ray says, which is the error itself: before it stand tracebacks, in colours."""
+    """Returns the last line of an error text of Ray, which is the error itself: tracebacks in colours precede it."""
     lines = [line.strip() for line in without_colours(text).splitlines()]
     return next((line for line in reversed(lines) if line), "Ray gives no reason")
 

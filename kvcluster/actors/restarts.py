@@ -20,7 +20,8 @@ _LONGEST_S = 10.0
 
 
 def restarted() -> bool:
-    """Whether Ray has restarted this actor. The first start of an actor fails at once, and its caller is told."""
+    """Whether Ray has restarted this actor. The first start of an actor fails at once, and its caller gets the
+    error."""
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 

@@ -4,8 +4,8 @@ An actor is given the name of its cluster and reads the configuration when it st
 what was published last. The store lives as long as Ray's head, and longer if that keeps its state in Redis. Secrets are
 in files; only the secret of a cluster that has no file, on a Ray of one process, is in the store.
 
-The addresses at which servers of actors are reached from other machines, for servers that listen on all of a
-machine's addresses.
+`announced_host`, `reachable_host` and `outward_address` return the addresses at which servers of actors are reached
+from other machines, for servers that listen on all of a machine's addresses.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def forget(cluster: str) -> None:
 
 
 def next_epoch(cluster: str, process: str) -> Epoch:
-    """Returns an epoch above all that this process has had on this Ray, whatever the clocks of its nodes say."""
+    """Returns an epoch above all that this process has had on this Ray, whatever the clocks of its nodes show."""
     last = _get(cluster, f"epoch/{process}")
     epoch = max(time.time_ns(), int(last or 0) + 1)
     _put(cluster, f"epoch/{process}", str(epoch))
@@ -93,13 +93,13 @@ def remembered_homes(cluster: str) -> dict[str, str]:
 
 
 def leaving_nodes(cluster: str) -> frozenset[str]:
-    """Returns the ids of the nodes that have said that they are about to end."""
+    """Returns the ids of the nodes that have reported that they are about to end."""
     prefix = f"{cluster}/{LEAVING}/".encode()
     return frozenset(key[len(prefix) :].decode() for key in kv._internal_kv_list(prefix, namespace=SPACE))
 
 
 def say_leaving(cluster: str, node: str) -> None:
-    """Stores that the node with this id is about to end. It holds until that node is gone: an id is never used
+    """Stores that the node with this id is about to end. It holds until that node has ended: an id is never used
     again."""
     _put(cluster, f"{LEAVING}/{node}", "1")
 

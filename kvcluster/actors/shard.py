@@ -136,7 +136,7 @@ class ShardActor:
         return choose(shard, self._secret, self._next_attempt, takes=self._takes)
 
     def _facts(self, config: Config) -> ProcessFacts:
-        """Returns what this process says of itself in probes."""
+        """Returns what this process reports about itself in probes."""
         allowed = port_text(shard_ports(config.server))
         ports = [ListeningPort("grpc", self._server.port, allowed)]
         tcp = (offer.address for offer in self._paths.offers.offers if offer.transport == "tcp")
@@ -192,11 +192,8 @@ def _served(
 
 
 class CoordinatorLink:
-    """Used by one thread, but for `close`.
-
-    A shard's connection to its coordinator, which may start again elsewhere: the address is looked up again when it
-    fails.
-    """
+    """A shard's connection to its coordinator, which may start again elsewhere: the address is looked up again when the
+    connection fails. Used by one thread, except for `close`."""
 
     def __init__(self, cluster: str, secret: str) -> None:
         self._cluster = cluster

@@ -27,7 +27,7 @@ from kvcluster.transport.thread_start import start_thread
 log = logging.getLogger(__name__)
 
 _MARGIN_S = 10.0
-"""How long after its deadline a shard may take to say so, or to end."""
+"""How long after its deadline a shard may take to report that it has saved, or to end."""
 
 _POLL_S = 0.05
 _TITLE = b"ray::ShardActor"

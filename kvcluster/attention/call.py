@@ -93,7 +93,7 @@ class AttentionCall:
 
     @property
     def within(self) -> Subtree:
-        """A subtree that holds those of all rows: theirs, if it is one for all."""
+        """A subtree that holds those of all rows: their own, if all rows have the same."""
         return self.row_withins[0] if len({*self.row_withins}) == 1 else ROOT
 
     @property

@@ -1,7 +1,7 @@
 """Where pages lie, and which positions of a sequence they hold.
 
-A `PageLayout` says what a page is: `[layers, planes, block_tokens, heads, dim]`, raw or encoded (core/codecs.py). A
-`PageAddresses` names pages by address and codec; it copies nothing, keeps their memory alive, and every address and
+A `PageLayout` describes what a page is: `[layers, planes, block_tokens, heads, dim]`, raw or encoded (core/codecs.py).
+A `PageAddresses` names pages by address and codec; it copies nothing, keeps their memory alive, and every address and
 size has been checked when it exists. A `PageSpan` places them in a sequence. None of them knows a query or a layer:
 what is made for one layer of a step serves all.
 

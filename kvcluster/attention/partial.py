@@ -143,7 +143,7 @@ def merge_stacked(subtrees: Sequence[Subtree], outs: Tensor, lses: Tensor) -> Pa
 
 
 def merge_two(left: Result, right: Result) -> Result:
-    """Merges `out` and `lse` of the same queries for two subtrees, of which `left` comes before `right`."""
+    """Merges `out` and `lse` of the same queries for two subtrees, of which `left` precedes `right`."""
     return _merged(torch.stack([left[0], right[0]]), torch.stack([left[1], right[1]]), [(0, 1)], 0)
 
 

@@ -1,8 +1,8 @@
 """Attention in pieces of bounded work. Between two pieces a shard checks deadlines and renews leases.
 
-What is too much for one piece is divided: into queries as long as there are more than are worked on together anyway,
-then into the halves of its subtree, whose results merge into that of the whole, and at last into single query tokens
-and cuts. No bit depends on where it was divided (core/position_tree.py).
+Work that is too much for one piece is divided: first by queries, as long as there are more than the core works on
+together; then into the halves of its subtree, whose results merge into that of the whole; at last into single query
+tokens and cuts. No bit depends on where it was divided (core/position_tree.py).
 """
 
 from __future__ import annotations

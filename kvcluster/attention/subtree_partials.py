@@ -1,8 +1,8 @@
-"""Attention of several rows, each to subtrees of its own: what one place computes of a result that several share.
+"""Attention of several rows, each to subtrees of its own: the part of a result that one process computes.
 
 A row names its spans and the subtrees of which it wants results. Rows that want one subtree, and small subtrees, are
 computed in one call, and spans that rows share are read once. Each result is that of `partial` within its subtree, so
-it merges with those of other places into the bits of one call over all keys.
+it merges with those of other processes into the bits of one call over all keys.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
 
 
 def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadline) -> int:
-    """Prints the progress until the shard is gone. Returns the exit status."""
+    """Prints the progress until the shard has ended. Returns the exit status."""
     patience = Deadline.after_ms(PATIENCE_S * 1e3)
     said = ""
     while deadline.remaining_s():
@@ -239,8 +239,8 @@ def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tupl
     copied = f"other shards have copied {pulled:,} page(s) meanwhile"
     if not now:
         # A rebuilding coordinator may not know the shard yet.
-        gone = status["state"] == "serving"
-        return (f"{shard} is gone; {copied}", 0) if gone else ("the coordinator is rebuilding", None)
+        ended = status["state"] == "serving"
+        return (f"{shard} is gone; {copied}", 0) if ended else ("the coordinator is rebuilding", None)
     if now["state"] == "lost":
         return f"{shard} was lost before it was drained; {copied}", 1
     if was and now["epoch"] != was["epoch"]:

@@ -1,7 +1,7 @@
-"""The cluster's half of `kvcluster doctor`: what every process says of itself, and which shard reaches which.
+"""The cluster's half of `kvcluster doctor`: what every process reports about itself, and which shard reaches which.
 
-The shards try one another on the coordinator's word (core/doctor_probes.py); an operator asks for it. `judged` turns
-the answers into rows and problems, each with what to do about it; it is a function of values.
+The shards try one another when the coordinator orders it (core/doctor_probes.py), for an operator. `judged` turns the
+answers into rows and problems, each with what to do about it; it is a function of values.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The parser of the whole command line and of each command: one layout of help, errors with the command's own usage.
 
-A command's help is what it does, what it changes, its options with units and defaults, and examples. The layout is
-ours as far as argparse's differs from one Python to the next, so that the snapshots of tests/cli hold for all of them.
-
-Types of command-line arguments, for argparse.
+A command's help is what it does, what it changes, its options with units and defaults, and examples. The layout is ours
+as far as argparse's differs from one Python to the next, so that the snapshots of tests/cli hold for all of them.
+`positive` and `seconds` are types of arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _INSTEAD = {
 
 
 class OldOption(argparse.Action):
-    """An option by the name that it had up to release 0.2: sets the same value, and warns. `now`: its name of today."""
+    """An option by the name that it had up to release 0.2: sets the same value, and warns. `now`: its current name."""
 
     def __init__(self, *, now: str, **options: Any) -> None:
         super().__init__(**options)

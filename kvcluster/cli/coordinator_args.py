@@ -21,7 +21,7 @@ from kvcluster.transport.rpc import Connection, check_address
 DEFAULT_PORT = 7070
 
 _GREETING_S = 1.0
-"""How long what listens there has for its first words: another program's server is named then."""
+"""How long to wait for the first bytes from what listens there, by which another program's server is recognised."""
 
 ANSWER_MS = 10_000
 """The longest that a command waits for the coordinator, and for each of its answers."""
@@ -75,8 +75,8 @@ def address_of(options: argparse.Namespace) -> str:
 @contextmanager
 def coordinator(options: argparse.Namespace, *, wait_ms: int = 0, patient: bool = False) -> Iterator[GrpcPort]:
     """Connects to the selected coordinator. Waits up to `wait_ms` for it to answer, then raises Unreachable; with 0 it
-    does not wait. Where nothing listens, that is known at once, and Unreachable raised at once, unless `patient`: then
-    a coordinator that is about to start has that time."""
+    does not wait. If it is known at once that nothing listens, raises Unreachable at once, unless `patient`: then a
+    coordinator that is about to start has `wait_ms`."""
     address = address_of(options)
     connection = Connection(address, options.token)
     try:

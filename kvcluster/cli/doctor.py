@@ -1,12 +1,12 @@
 """`kvcluster doctor`: checks whether this machine can use a cluster, and by which transports; otherwise why not, and
 what to do.
 
-With an operator's token it also shows what every process says of itself, and has the shards try one another
+It takes the steps of a client in order and stops at the first that fails: the coordinator's address, its protocol, the
+credential, its list of shards. Then it checks each shard and, for each shard, each transport with a real exchange. With
+an operator's token it also shows what every process reports about itself, and has the shards try one another
 (cluster_doctor.py).
 
-It takes the steps of a client in order and stops at the first that fails: the coordinator's address, its protocol, the
-credential, its list of shards. Then it checks each shard and, for each shard, each transport with a real exchange. The
-result is a tree of plain values (`examine`), shown as a page or as JSON.
+The result is a tree of plain values (`examine`), shown as a page or as JSON.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def examine(
     address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, here: str | None = None
 ) -> dict[str, Any]:
     """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here;
-    `cluster` has what its processes say of themselves and of one another (cluster_doctor.judged)."""
+    `cluster` has what its processes report about themselves and one another (cluster_doctor.judged)."""
     here = this_place() if here is None else here
     coordinator, status = _examine_coordinator(address, token)
     shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
@@ -198,7 +198,7 @@ def _advice(error: Exception, address: str) -> str:
 def _examine_cluster(
     address: str, token: str | None, status: Mapping[str, Any], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what the processes say of themselves and of one another; with `why`, if they cannot be asked."""
+    """Returns what the processes report about themselves and one another; with `why`, if they cannot be asked."""
     nothing: dict[str, Any] = {"why": None, "processes": [], "pairs": [], "problems": []}
     if not status:
         return nothing

@@ -1,9 +1,9 @@
 """`kvcluster drain --local`: drains every shard of this machine, for whatever is about to stop it: a preStop hook,
 systemd or a person.
 
-Its shards are those that say that they run in this network namespace of this machine (core/placement.py). They drain at
-the same time, and the coordinator is told that their node is about to go, so that the reconciler starts no other there
-(actors/reconciler.py). A script gives --yes, and reads the exit status.
+Its shards are those that report this machine and this network namespace as their place (core/placement.py). They drain
+at the same time, and the coordinator is informed that their node is about to end, so that the reconciler starts no
+other shard there (actors/reconciler.py). A script gives --yes, and reads the exit status.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class DrainExit(IntEnum):
 
 
 class DrainStep(NamedTuple):
-    """What follows from a status: the shards to ask to drain, what to say, and how it has ended; None if it has not."""
+    """What follows from a status: the shards to ask to drain, what to print, and how the drain has ended; None if it
+    has not."""
 
     ask: tuple[str, ...]
     said: str
@@ -62,7 +63,7 @@ def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> Drain
 
 
 def drain_local(options: argparse.Namespace) -> int:
-    """Drains the shards of this machine, and prints how far it is. Returns one of `DrainExit`."""
+    """Drains the shards of this machine, and prints the progress. Returns one of `DrainExit`."""
     deadline = Deadline.after_ms(options.deadline * 1e3)
     drain = LocalDrain(here(), confirmed=options.yes)
     try:
@@ -75,7 +76,7 @@ def drain_local(options: argparse.Namespace) -> int:
 
 
 class LocalDrain:
-    """One drain of the machine `place`. `confirmed`: shards may go whose pages no other can take."""
+    """One drain of the machine `place`. `confirmed`: shards may be drained whose pages no other shard can take."""
 
     def __init__(self, place: str, *, confirmed: bool) -> None:
         self._place = place

@@ -99,8 +99,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 class _Publisher:
-    """Whether something has listened at the endpoint: a ZMQ socket waits for it in silence. Endpoints other than
-    tcp://HOST:PORT are taken to listen."""
+    """Whether something has listened at the endpoint: a ZMQ socket waits for a publisher without reporting that.
+    Endpoints other than tcp://HOST:PORT are taken to listen."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
@@ -110,7 +110,8 @@ class _Publisher:
         self.listens = self._address is None
 
     def look(self) -> None:
-        """Looks, unless it has been found before, and says when it is not there, and when it is."""
+        """Checks whether something listens, unless it was found before; prints when nothing does, and when that
+        changes."""
         if self.listens or self._address is None:
             return
         try:
@@ -128,17 +129,17 @@ class _Publisher:
         self.found()
 
     def found(self) -> None:
-        """Notes that it is there, and says so if it was missing before."""
+        """Notes that something listens, and prints so if nothing did before."""
         if self._said and not self.listens:
             print(f"kvcluster: {self._endpoint} listens now", file=sys.stderr)
         self.listens = True
 
 
-def _line(heard: Event) -> str:
-    event = heard.event
-    of = f"{heard.model!r} [{heard.namespace}]" if heard.namespace else repr(heard.topic)
+def _line(received: Event) -> str:
+    event = received.event
+    of = f"{received.model!r} [{received.namespace}]" if received.namespace else repr(received.topic)
     if isinstance(event, AllBlocksCleared):
-        return f"cleared  {of}" + (f": {heard.why}" if heard.why else "")
+        return f"cleared  {of}" + (f": {received.why}" if received.why else "")
     what, behind = "removed", ""
     if isinstance(event, BlocksStored):
         what, behind = "stored", f" behind {event.parent.hex()[:_DIGITS]}" if event.parent else ""
@@ -146,13 +147,13 @@ def _line(heard: Event) -> str:
     return f"{what:<7}  {of}  {event.tier.name.lower()}: {blocks}{behind}"
 
 
-def _object(heard: Event) -> str:
-    event = heard.event
-    found: dict[str, object] = {"topic": heard.topic, "namespace": heard.namespace, "model": heard.model}
+def _object(received: Event) -> str:
+    event = received.event
+    found: dict[str, object] = {"topic": received.topic, "namespace": received.namespace, "model": received.model}
     if isinstance(event, AllBlocksCleared):
-        return json.dumps(found | {"event": "cleared", "why": heard.why})
-    told: dict[str, object] = {"tier": event.tier.name.lower(), "hashes": [one.hex() for one in event.hashes]}
+        return json.dumps(found | {"event": "cleared", "why": received.why})
+    fields: dict[str, object] = {"tier": event.tier.name.lower(), "hashes": [one.hex() for one in event.hashes]}
     if isinstance(event, BlocksStored):
         parent = None if event.parent is None else event.parent.hex()
-        return json.dumps(found | {"event": "stored", **told, "parent": parent, "tokens": event.tokens})
-    return json.dumps(found | {"event": "removed", **told})
+        return json.dumps(found | {"event": "stored", **fields, "parent": parent, "tokens": event.tokens})
+    return json.dumps(found | {"event": "removed", **fields})

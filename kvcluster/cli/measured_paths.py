@@ -189,7 +189,7 @@ class MeasuredPath:
         began = time.perf_counter_ns()
         self._content.copy(blocks)
         took = time.perf_counter_ns() - began
-        self._content.clear(blocks)  # a load that brought nothing is to be noticed
+        self._content.clear(blocks)  # so that a load that copies nothing is noticed
         return took
 
     def _load(self, blocks: int) -> int:

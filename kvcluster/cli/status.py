@@ -40,7 +40,7 @@ exit status:
 
 
 class StatusExit(IntEnum):
-    """What the exit status says of the cluster."""
+    """What the exit status means for the cluster."""
 
     AS_CONFIGURED = 0
     NOT_SERVING = 1

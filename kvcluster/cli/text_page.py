@@ -24,7 +24,7 @@ _BAR_COLUMNS = 10
 
 
 class Tone(Enum):
-    """What a colour says. The value is the code of the terminal."""
+    """What a colour means. The value is the code of the terminal."""
 
     HEAD = "1"
     DIM = "2"

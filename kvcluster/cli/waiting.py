@@ -20,8 +20,8 @@ def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 30.0,
 
 
 def wait_reported(client: Client) -> None:
-    """Waits until `client.status()` has what each shard had counted before this call. Of two reports that come after
-    it, the second was written after it. Raises KVClusterError if that takes too long."""
+    """Waits until `client.status()` has what each shard had counted before this call. Of two reports that follow it,
+    the second was written after it. Raises KVClusterError if that takes too long."""
     for _ in range(2):
         wait_until(partial(_reported_since, time.monotonic_ns(), client), "all shards report")
 

@@ -1,15 +1,14 @@
 """`kvcluster weights`: shows the live engines and the weights under which each caches, and names changed weights.
 
-An engine whose weights were changed in memory, and that was told so (vLLM: `/reset_prefix_cache?reset_external=true`),
+An engine whose weights were changed in memory, and that was notified (vLLM: `/reset_prefix_cache?reset_external=true`),
 shares with no other engine, because the cluster cannot know its weights. The operator who changed them can name them:
 `kvcluster weights set` sends the name to all engines of a model that are in this state, and they share from then on.
 
-Finds namespaces of one model that cannot share KV, and the fields that differ, for `status` and `doctor`.
-
+For `status` and `doctor`, `kept_apart` finds namespaces of one model that cannot share KV, and the fields that differ.
 A client's spec names everything that must match. Two namespaces of one model mean two sets of engines, or one set whose
 weights or settings have changed; each computes what the other has cached. That is correct but often unintended, so it
 is reported with the field that differs. Different adapters are intended and not reported, nor are the private
-namespaces of engines that share with no other (weights.py reports those), nor namespaces without blocks: a purge leaves
+namespaces of engines that share with no other (`alone` reports those), nor namespaces without blocks: a purge leaves
 them behind, and nothing is computed twice for them.
 """
 
@@ -36,9 +35,9 @@ Living = Sequence[tuple[EngineInfo, int]]
 _SAYS_S = 3.0
 """How long the name is sent again, since an engine that was just reset registers as private a moment later."""
 
-_HEARD_S = 15.0
+_CONFIRM_S = 15.0
 """How long to wait for engines to take the name: each gets it with its next registration, within a few seconds, unless
-it is gone."""
+it has ended."""
 
 
 _DESCRIPTION = """
@@ -133,13 +132,13 @@ def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> i
     model, weights = options.names
     check_weights(weights)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
-        heard = _set(port, SetWeights(model, weights, options.engine))
-        if not heard:
+        engines = _set(port, SetWeights(model, weights, options.engine))
+        if not engines:
             print(_why_none(read_engines(port, ANSWER_MS), model), file=sys.stderr)
             return 1
-    for name, has_heard in heard.values():
-        print(f"{name}: {'caches under these weights' if has_heard else 'has not confirmed in time'}")
-    return 0 if all(has_heard for _, has_heard in heard.values()) else 1
+    for name, has_taken in engines.values():
+        print(f"{name}: {'caches under these weights' if has_taken else 'has not confirmed in time'}")
+    return 0 if all(has_taken for _, has_taken in engines.values()) else 1
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -165,17 +164,17 @@ def _set(port: GrpcPort, message: SetWeights) -> dict[str, tuple[str, bool]]:
     """Sends the name of the weights, and waits until the engines have taken it. Returns by engine id its name, and
     whether it has."""
     began = time.monotonic()
-    told: dict[str, tuple[str, bool]] = {}
+    engines: dict[str, tuple[str, bool]] = {}
     while True:
         waited = time.monotonic() - began
         if waited < _SAYS_S:
             answer = expect(Engines, port.ask(message, Deadline.after_ms(ANSWER_MS)))
-            told |= {info.engine: (info.name, False) for info, _ in answer.known}
+            engines |= {info.engine: (info.name, False) for info, _ in answer.known}
         for info, _ in read_engines(port, ANSWER_MS):
-            if info.engine in told and info.weights == message.weights and not info.private:
-                told[info.engine] = (info.name, True)
-        if waited >= _SAYS_S and (waited >= _HEARD_S or all(heard for _, heard in told.values())):
-            return told
+            if info.engine in engines and info.weights == message.weights and not info.private:
+                engines[info.engine] = (info.name, True)
+        if waited >= _SAYS_S and (waited >= _CONFIRM_S or all(has_taken for _, has_taken in engines.values())):
+            return engines
         time.sleep(0.2)
 
 

@@ -9,7 +9,7 @@ Each admission gets at most one verdict, the first of these:
     answered    the coordinator answered; a failure if it took longer than `allowed_ns`
     failed      it could not be reached, or did not answer within the call's own deadline
     late        the caller waited for `patience_ns`, and the coordinator had not answered
-    ended       none of the above: the call says nothing about the coordinator. A probe that ends so leaves the
+    ended       none of the above: the call shows nothing about the coordinator. A probe that ends so leaves the
                 breaker open, and the next call probes
 
 So an answer that arrives after its caller stopped waiting does not clear the failure that the caller saw. The breaker

@@ -206,9 +206,9 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         transfers/layouts.py), of this client's part; a list with one entry per group if the spec has several. It must
-        not be used until the transfer says so. On a GPU it is written after all that the calling thread has enqueued on
-        its current stream. The ticket names its adapter; `adapter` is needed only by a client that redeems a ticket of
-        an adapter that it has never used. Raises CallerError if an argument does not fit.
+        not be used until the transfer reports it complete. On a GPU it is written after all that the calling thread has
+        enqueued on its current stream. The ticket names its adapter; `adapter` is needed only by a client that redeems
+        a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
@@ -342,7 +342,7 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
-        if the deadline came first, a shard could not be asked, or a store since the last flush has missed."""
+        if the deadline passed first, a shard could not be asked, or a store since the last flush has missed."""
         deadline = self._call(deadline_ms)
 
         def flush(call: object) -> bool:

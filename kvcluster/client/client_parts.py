@@ -33,7 +33,7 @@ class ClientParts(NamedTuple):
     tickets: Tickets
 
     def close(self) -> None:
-        """Closes them. What may hang in a question or an exchange is ended before the threads that make it are waited
+        """Closes them. Questions and exchanges that may hang are ended before the threads that make them are waited
         for."""
         self.sequences.end()
         self.control.end_questions()

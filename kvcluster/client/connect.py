@@ -22,13 +22,13 @@ from kvcluster.transport.listener import check_is_ours
 from kvcluster.transport.rpc import Connection
 
 _FIRST_MS = 500
-"""How long the first attempt takes at most, before it is found out what listens there."""
+"""How long the first attempt takes at most; after it, the client checks what listens there."""
 
 _GREETING_S = 1.0
-"""How long another program's server has for its first words. Most send them at once."""
+"""How long another program's server has to send its greeting. Most send it at once."""
 
 _PAUSE_S = 0.1
-"""Between two attempts to connect, of which gRPC makes the next one when its own pause is over."""
+"""The pause between two attempts to connect; gRPC makes the next one when its own pause is over."""
 
 
 def connect(
@@ -82,8 +82,8 @@ def _opener(token: str | None, config: ClientConfig) -> OpenTransport:
 
 
 def _attach(client: Client, address: str, deadline: Deadline) -> None:
-    """Attaches, again and again while no server listens there. Raises Unreachable if none answers by the deadline, and
-    ProtocolError as soon as what listens there says that it is another program's.
+    """Attaches, and repeats it while no server listens there. Raises Unreachable if none answers by the deadline, and
+    ProtocolError as soon as the server there turns out to be another program's.
 
     gRPC's own wait for a channel is not used: it leaves a thread in gRPC for a fifth of a second, and a process that is
     forked meanwhile cannot use gRPC (transport/forks.py)."""

@@ -3,7 +3,8 @@ which have been seen.
 
 Pure: it takes batches as they arrive and returns those that may be delivered. A subscriber keeps a picture of what is
 cached, which is right as long as it has seen every batch once and in order, from some batch on. So the invariant is:
-between two delivered batches of a topic stands a `Reset`, unless the second was published directly after the first.
+between two delivered batches of a topic a `Reset` is delivered, unless the second was published directly after the
+first.
 
     live     number higher by one      delivered
              higher by more: a gap     it waits while the missing batches are requested; a Reset if some are lost
@@ -61,7 +62,7 @@ class _Topic:
         """The highest number delivered since the publisher started; -1 for none."""
 
         self.live = -1
-        """The highest number that came live, not in a replay."""
+        """The highest number that was received live, not in a replay."""
 
         self.seen: dict[int, int] = {}
         """A digest of each recent batch, by number. A batch with the same number and another digest means that the
@@ -84,13 +85,13 @@ class _Topic:
 
 
 class EventGaps:
-    """The topics of one subscriber. `replay` says whether batches can be requested; if so, the first request is for
+    """The topics of one subscriber. `replay`: whether batches can be requested; if so, the first request is for
     everything."""
 
     def __init__(self, *, replay: bool, topics: int = TOPICS) -> None:
         self._replay = replay
         self._most = topics
-        self._topics: dict[str, _Topic] = {}  # the most recently heard last
+        self._topics: dict[str, _Topic] = {}  # in the order of their last live batches
         self._waiting: Batch | None = None
         self._about: str | None = None  # the topic with missing batches; None at first, for all topics
         self.asked: ReplayRequest | None = ReplayRequest(0) if replay else None
@@ -124,11 +125,11 @@ class EventGaps:
             return [] if self.asked.start else self._open(batch)
         if self._about not in (None, batch.topic):
             return []  # a request for one topic may be answered with all; it proves no gap in the others
-        heard = self._settle() if self._waiting is not None and self._waiting.sequence <= batch.sequence else []
-        return [*heard, *self._hand_on(topic, batch)]
+        settled = self._settle() if self._waiting is not None and self._waiting.sequence <= batch.sequence else []
+        return [*settled, *self._hand_on(topic, batch)]
 
     def ended(self) -> list[Heard]:
-        """The replay is complete, or cannot be had. Returns what may be delivered."""
+        """Records that the replay is complete, or not available. Returns what may be delivered."""
         self.asked = None
         return self._settle()
 
@@ -179,7 +180,7 @@ class EventGaps:
         return self._hand_on(self._topics.setdefault(batch.topic, _Topic()), batch)
 
     def _hand_on(self, topic: _Topic, batch: Batch) -> list[Heard]:
-        """Delivers each batch once; a Reset comes first if batches between the last one and this are lost."""
+        """Delivers each batch once; a Reset precedes it if batches between the last one and this are lost."""
         if batch.sequence <= topic.last:
             return []
         missed = batch.sequence - topic.last - 1

@@ -78,7 +78,7 @@ class EventReader:
     # -------------------------------------------------------------------------------------------- sockets
 
     def _connected(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        """Returns a socket that connects when a publisher is there, and reconnects when it is back."""
+        """Returns a socket that connects when a publisher is up, and reconnects after it has restarted."""
         connected = self._context.socket(kind)
         connected.set(zmq.LINGER, 0)
         connected.set(zmq.RCVHWM, WAITING_BATCHES)
@@ -93,7 +93,7 @@ class EventReader:
         return connected
 
     def _listen(self, until_s: float) -> None:
-        """Reads one message, if one comes before `until_s`."""
+        """Reads one message, if one arrives before `until_s`."""
         if self._sequences.asked is None:
             frames = _receive(self._live, until_s)
             if frames is not None:
@@ -138,15 +138,15 @@ class EventReader:
 
     # --------------------------------------------------------------------------------------------- events
 
-    def _read(self, heard: Heard) -> list[Event]:
-        if isinstance(heard, Reset):
-            return [self._reset(heard.topic, heard.why)]
+    def _read(self, delivered: Heard) -> list[Event]:
+        if isinstance(delivered, Reset):
+            return [self._reset(delivered.topic, delivered.why)]
         try:
-            events = kv_events.decode(heard.payload)
+            events = kv_events.decode(delivered.payload)
         except KVClusterError as error:
             self._malformed += 1
-            return [self._reset(heard.topic, f"batch {heard.sequence} cannot be read: {error}")]
-        return [_event(heard.topic, event) for event in events]
+            return [self._reset(delivered.topic, f"batch {delivered.sequence} cannot be read: {error}")]
+        return [_event(delivered.topic, event) for event in events]
 
     def _reset(self, topic: str, why: str) -> Event:
         self._resets += 1
@@ -154,7 +154,7 @@ class EventReader:
 
 
 def _receive(readable: zmq.Socket[bytes], until_s: float) -> list[bytes] | None:
-    """Returns one message, None if none comes before `until_s`."""
+    """Returns one message, None if none arrives before `until_s`."""
     wait_s = min(max(0.0, until_s - time.monotonic()), _LONGEST_S)
     if not readable.poll(math.ceil(wait_s * 1e3)):
         return None

@@ -25,12 +25,12 @@ class EventSubscriber:
     requests the batches that it missed.
 
         with kvcluster.EventSubscriber("tcp://127.0.0.1:5557", replay="tcp://127.0.0.1:5558") as subscriber:
-            event = subscriber.next(timeout_s=0.5)           # None if none came; `for event in subscriber` has no end
+            event = subscriber.next(timeout_s=0.5)           # None on a timeout; `for event in subscriber` has no end
 
-    Each topic's events come in order and once. A picture of the cache made from them is as right as the publisher's, if
-    it drops a topic's blocks at every AllBlocksCleared, including those with a `why`. The subscriber waits for a
-    publisher that is away, and reconnects when it is back. For one thread; `with` closes it. Raises ConfigError for an
-    invalid endpoint, KVClusterError if the extra `events` is not installed.
+    Each topic's events are delivered in order and once. A picture of the cache made from them is as right as the
+    publisher's, if it drops a topic's blocks at every AllBlocksCleared, including those with a `why`. The subscriber
+    waits for a publisher that is down, and reconnects when it is up again. For one thread; `with` closes it. Raises
+    ConfigError for an invalid endpoint, KVClusterError if the extra `events` is not installed.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class EventSubscriber:
         return self._reader.counters()
 
     def next(self, timeout_s: float) -> Event | None:
-        """Returns the next event; None if none comes within `timeout_s` seconds."""
+        """Returns the next event; None if none arrives within `timeout_s` seconds."""
         return self._reader.next(timeout_s)
 
     def __iter__(self) -> Iterator[Event]:

@@ -1,8 +1,8 @@
 """`explain`: for every block of a prompt, where it is or why it cannot be loaded.
 
-The coordinator knows what became of a hash. It cannot know that the same tokens are cached under another spec, since
-every hash is rooted in its namespace. So this module hashes the tokens again under each other spec of the same tenant,
-and names the fields that differ. Specs of other tenants are never revealed.
+The coordinator knows whether a hash is cached, or why not. It cannot know that the same tokens are cached under another
+spec, since every hash is rooted in its namespace. So this module hashes the tokens again under each other spec of the
+same tenant, and names the fields that differ. Specs of other tenants are never revealed.
 """
 
 from __future__ import annotations

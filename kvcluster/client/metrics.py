@@ -1,5 +1,6 @@
-"""Metrics of a worker: how its clients see the shards. A worker is an engine's process, which may have a metrics server
-of its own: the series are added to what that shows. The engines call `watch`; a worker of your own does it like this:
+"""Metrics of a worker: the state of shards as its clients see it. A worker is an engine's process, which may have a
+metrics server of its own: the series are added to those that it serves. The engine integrations call `watch`; any other
+worker does it like this:
 
     from kvcluster.client.metrics import watch
     watch(client)
@@ -29,13 +30,13 @@ class WorkerCollector:
     def __init__(self, *clients: Client) -> None:
         self._clients: WeakSet[Client] = WeakSet()
         self._shipped: dict[ShippedCounter, None] = {}
-        """Those of clients that are gone, too: what they have counted stays."""
+        """Also those of clients that were collected: what they have counted stays."""
         self._lock = threading.Lock()
         for client in clients:
             self.add(client)
 
     def add(self, client: Client) -> None:
-        """Counts this client, too, until it is gone. May be called again with the same one."""
+        """Also counts this client, until it is collected. May be called again with the same one."""
         with self._lock:
             self._clients.add(client)
             self._shipped[client.shipped_counter] = None
@@ -89,6 +90,6 @@ def watch(client: Client) -> bool:
 
 def _state(breaker: Mapping[str, Any]) -> str:
     """Returns the state as which a breaker is counted. One whose time is up waits for the next call, which is a probe.
-    If the shard is gone for good none comes, and it must not count as open for ever."""
+    If the shard is removed for good no such call follows, and its breaker must not count as open for ever."""
     due = breaker["state"] == BreakerState.OPEN.value and not breaker["open_ms"]
     return BreakerState.PROBING.value if due else str(breaker["state"])

@@ -2,9 +2,7 @@
 
 The coordinator lists runs of pinned blocks, each with the hash before it (core/coordinator/admin_handler.py). Here they
 are joined: a block that no pinned block follows ends a pinned prefix, which reaches back as far as blocks are pinned.
-Prefixes may share their first blocks.
-
-The calls of the client that pin prompts, unpin them, and list what is pinned.
+Prefixes may share their first blocks. `PinCalls` has the client's calls.
 """
 
 from __future__ import annotations
@@ -49,7 +47,8 @@ def ask_to_pin(
 
 
 def unpin_prefix(control: CoordinatorClient, prefix: PinnedPrefix, deadline: Deadline) -> Pinned:
-    """Unpins the blocks of a prefix that no other pinned one has. Raises CallerError if it is of another tenant."""
+    """Unpins those blocks of a prefix that no other pinned prefix has. Raises CallerError if it is of another
+    tenant."""
     try:
         space = control.namespace(prefix.spec, deadline)
     except Unavailable as trouble:
@@ -168,8 +167,8 @@ class PinCalls:
         return self._pin(lambda hashes: PinBlocks(hashes, ttl_ns, replicas), prompt, deadline_ms)
 
     def unpin(self, prompt: Prompt | TokenIds | PinnedPrefix, *, deadline_ms: float | None = None) -> Pinned:
-        """Ends the pin of a prompt, so that it can be evicted again. Of a PinnedPrefix, which `pins` lists, the blocks
-        stay pinned that another pinned prefix has too. Raises CallerError for one of another tenant."""
+        """Ends the pin of a prompt, so that it can be evicted again. Of a PinnedPrefix, which `pins` lists, blocks that
+        another pinned prefix has too stay pinned. Raises CallerError for one of another tenant."""
         if isinstance(prompt, PinnedPrefix):
             return unpin_prefix(self._control, prompt, self._call(deadline_ms))
         return self._pin(UnpinBlocks, prompt, deadline_ms)

@@ -54,7 +54,7 @@ def status_dict(status: Status) -> dict[str, Any]:
 
 
 def other_tiers(shard: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tiers of a shard, as `status_dict` has it, but RAM: the fastest first."""
+    """Returns the tiers of a shard as in `status_dict`, except RAM: the fastest first."""
     return [*shard["above"], *shard["below"]]
 
 
@@ -68,7 +68,8 @@ def _use(use: TierUse) -> dict[str, Any]:
 
 def _difference(info: ShardInfo, status: Status) -> str:
     """Describes how the process of a shard differs from the coordinator's; "" if it does not. What the coordinator does
-    not tell is not compared: of an older version of the protocol it tells nothing, and a tenant no configuration."""
+    not report is not compared: with an older version of the protocol it reports nothing, and to a tenant no
+    configuration."""
     differences = []
     if status.release and info.release != status.release:
         differences.append(f"release {info.release or 'unknown, an older one'}, the coordinator {status.release}")

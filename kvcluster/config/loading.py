@@ -3,9 +3,9 @@
 Unknown keys are rejected by name, since a setting that is silently ignored is worse than an error. Durations are
 integer milliseconds, sizes integer bytes or text such as "4GiB".
 
-Names that settings and values had up to release 0.2. They are accepted until release 0.4, each with a warning.
+Old names of settings and values (up to release 0.2) are accepted until release 0.4, each with a warning.
 
-The first tier was called `device`, and was CPU memory: `gpu` is kept for what lies in a GPU's.
+The RAM tier was called `device` then, although it was CPU memory; `gpu` now means the memory of a GPU.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvcluster.errors import ConfigError
 log = logging.getLogger(__name__)
 
 SETTINGS = {"device_bytes": "ram_bytes"}
-"""Settings of a shard, each with its name of today."""
+"""Old names of shard settings, each with its present name."""
 
 TIERS = {"device": "ram"}
 
 
 def warn(old: str, new: str) -> None:
-    """Logs a warning, which standard error shows where no log is set up."""
+    """Logs a warning; Python writes it to standard error if logging is not configured."""
     log.warning("%s is called %s now; release 0.4 will not know the old name", old, new)
 
 
@@ -47,8 +47,8 @@ def ram_bytes(now: str | int, device_bytes: str | int | None) -> str | int:
 
 
 def renamed(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings of a configuration with the names of today, and warns of old ones. Raises ConfigError if a
-    setting is given by both."""
+    """Returns the settings of a configuration with their present names, and warns of old ones. Raises ConfigError if a
+    setting is given under both names."""
     out = dict(values)
     if isinstance(shard := values.get("shard"), Mapping):
         out["shard"] = _of_shard(shard, "shard.")
@@ -101,8 +101,8 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
 
 
 def client_config(given: ClientConfig | None) -> ClientConfig:
-    """Returns the settings of one client that its user has made, or the defaults: held to the same types and rules as
-    [client] of a file, and with sizes as numbers. Raises ConfigError."""
+    """Returns the settings given for one client, or the defaults if None. They are checked against the same types and
+    rules as [client] of a file, and sizes become numbers. Raises ConfigError."""
     if given is None:
         return ClientConfig()
     if not isinstance(given, ClientConfig):
@@ -111,7 +111,7 @@ def client_config(given: ClientConfig | None) -> ClientConfig:
 
 
 def as_values(config: Config) -> dict[str, Any]:
-    """Returns the nested mapping of which `load` makes this configuration again, for JSON."""
+    """Returns the configuration as a nested mapping, for JSON; `load` makes an equal configuration from it."""
     values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     if not values["groups"]:
         del values["groups"]
@@ -151,7 +151,7 @@ def size(text: str | int, name: str = "size") -> int:
 
 
 def size_text(nbytes: float, digits: int = 3) -> str:
-    """The inverse of `size`, rounded to so many digits: 1536 -> "1.5 KiB", 2**21 -> "2 MiB"."""
+    """The inverse of `size`, rounded to `digits` digits: 1536 -> "1.5 KiB", 2**21 -> "2 MiB"."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if nbytes >= 1024:
@@ -204,7 +204,7 @@ def _table(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the values with [shard] in each group below what the group says itself."""
+    """Returns the values, in which each group inherits from [shard] what it does not set itself."""
     shard, groups = values.get("shard", {}), values.get("groups", {})
     if not isinstance(groups, Mapping) or not groups or not isinstance(shard, Mapping):
         return values

@@ -15,11 +15,12 @@ from kvcluster.errors import ConfigError
 
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 SHARD_PORTS, _SHARDS_AFTER = 64, 30
-"""Unless `server.shard_ports` is set, shards take their ports out of so many, which begin so far behind the
-coordinator's: two clusters of one machine whose ports differ do not begin to look at the same one."""
+"""Unless `server.shard_ports` is set, shards take their ports from a range of SHARD_PORTS ports, which begins
+_SHARDS_AFTER behind the coordinator's. So two clusters of one machine with different ports begin their search at
+different ports."""
 
 METRICS_PORTS = 64
-"""Shards listen for metrics on the first port after the coordinator's that is free on their node, of so many."""
+"""Shards listen for metrics on the first free port of their node among the METRICS_PORTS after the coordinator's."""
 
 WORKERS, NODES, OPERATORS = "workers", "nodes of the cluster", "monitoring"
 

@@ -1,4 +1,5 @@
-"""The rules that settings keep, beyond the type of each: what contradicts itself or cannot work is refused."""
+"""The rules for settings, beyond the type of each: a configuration that contradicts itself or cannot work is
+refused."""
 
 from __future__ import annotations
 
@@ -193,7 +194,7 @@ def _ray_rules(config: Config) -> Iterator[_Rule]:
 
 
 LEAST_STAGING_BYTES = 16 * 2**20
-"""A quarter of it holds what a record of limits.RECORD_BYTES is decoded to, and the table of its moves."""
+"""A quarter of it holds one record of limits.RECORD_BYTES after decoding, and the table of its moves."""
 
 
 def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
@@ -219,8 +220,8 @@ def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
     yield not e.replay or bool(e.endpoint), "events.replay needs events.endpoint: only published events can be replayed"
     yield e.buffer_batches >= 1, "events.buffer_batches must be at least 1"
     for name, where in (("endpoint", e.endpoint), ("replay", e.replay)):
-        told = re.fullmatch(r"tcp://(?:[^:\[\]]+|\[[^\[\]]+\]):([0-9]{1,5})", where)
-        is_tcp = told is not None and int(told[1]) <= 65_535
+        match = re.fullmatch(r"tcp://(?:[^:\[\]]+|\[[^\[\]]+\]):([0-9]{1,5})", where)
+        is_tcp = match is not None and int(match[1]) <= 65_535
         yield not where or is_tcp, f"events.{name} must be tcp://host:port, such as tcp://127.0.0.1:5557, not {where!r}"
         yield (
             not where or e.insecure or bool(_LOOPBACK.match(where)),

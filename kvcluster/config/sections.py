@@ -17,7 +17,7 @@ CODECS = ("raw", "q8", "q4")
 
 TWIN = "twin"
 GPU_DEVICES = ("cuda", TWIN)
-"""What a GPU tier may lie in the memory of."""
+"""The kinds of memory that a GPU tier may lie in (ShardConfig.gpu_device)."""
 
 LOSSES = ("exact", "q8", "q4")
 """Losses that KV may have, the least first."""
@@ -96,7 +96,7 @@ class ShardConfig:
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
     `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none.
     `attend_threads`: threads that compute attention for workers, 0 for half of the processors.
-    `stop_ms`: how long a shard with a disk tier that is told to stop may save pages there; 0 to save none."""
+    `stop_ms`: how long a shard with a disk tier that is asked to stop may save pages there; 0 to save none."""
 
     ram_bytes: int = 2**30
     gpu_bytes: int = 0
@@ -133,7 +133,7 @@ class GroupConfig:
 
     @property
     def on_twins(self) -> bool:
-        """Whether its shards claim GPUs in name alone."""
+        """Whether its shards use twins, so that they claim GPUs that need not exist."""
         return bool(self.shard.num_gpus) and self.shard.gpu_device == TWIN
 
 
@@ -147,9 +147,9 @@ class ServerConfig:
     tcp; "0" takes any. "" is the range of 64 ports that begins 30 behind `port` (of port 7070: "7100-7163"), and any
     ports if `port` is 0.
     Without a `token_file` the only tenant is `default`, and `host` must be a loopback address unless `insecure` is set.
-    `secret_file`: the secret by which the nodes and actors of the cluster know one another, the same file on each node;
-    "" keeps the cluster on this machine, with a secret of its own.
-    `transports`: those by which a shard lets its pages be moved; they must include grpc, which carries control."""
+    `secret_file`: the secret with which the nodes and actors of the cluster authenticate one another, the same file on
+    each node; "" keeps the cluster on this machine, with a secret of its own.
+    `transports`: those that a shard serves; they must include grpc, which carries control."""
 
     host: str = "127.0.0.1"
     port: int = 7070
@@ -219,8 +219,8 @@ class ClientConfig:
         config = kvcluster.ClientConfig(deadline_ms=2_000, resident_bytes=2**28)
         client = kvcluster.connect("127.0.0.1:7070", spec, config=config)
 
-    `deadline_ms`: of one call, however many parts it has; 0 for one that fits the call (docs/tuning.md): 1 s for a
-    lookup, and 1 ms a MB more for a load; 10 s for stores and what else no request waits for.
+    `deadline_ms`: of one call, however many parts it has; 0 for a default (docs/tuning.md): 1 s for a lookup, and 1 ms
+    a MB more for a load; 10 s for stores and all other calls that no request waits for.
     `store_wait_ms`: the time that a store may wait for room.
     `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
     `transports`: those that may move pages, whichever others a shard offers.
@@ -229,7 +229,8 @@ class ClientConfig:
     do not wait for their stores.
     `resident_bytes`: memory for the pages of open sequences, taken as they grow; a number, or text such as "4GiB".
     `device_staging_bytes`: memory of a GPU, and half as much pinned memory, through which KV of CUDA tensors is loaded
-    and stored, for all clients of the process; 0: CUDA tensors are refused. No release has run with it on a card."""
+    and stored, for all clients of the process; 0: CUDA tensors are refused. No release has been run with it on a
+    GPU."""
 
     deadline_ms: int = 0
     connect_ms: int = 5_000
@@ -246,7 +247,8 @@ class ClientConfig:
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings. `name`: of the cluster, among those of one Ray. `shards`: how many, if there are no `groups`.
-    `volume_wait_ms`: a shard with a disk tier whose node is away is waited for this long before another replaces it.
+    `volume_wait_ms`: if the node of a shard with a disk tier is away, how long to wait for it before another shard
+    replaces it.
     `membership_ttl_ms`: a shard that is silent for this long is lost. `stall_ms`: a process that was
     stalled for longer extends the terms of others, since it could not receive their messages."""
 
@@ -272,7 +274,8 @@ class Config:
 
     @property
     def gpus_of_twins(self) -> int:
-        """How many GPUs a node of Ray has to have in name, for the twins of its shards to claim."""
+        """The number of GPUs that a Ray node must declare, which need not exist, for the twins of its shards to
+        claim."""
         claims = ((group.shards, group.shard.num_gpus) for group in self.shard_groups.values() if group.on_twins)
         return sum(math.ceil(shards / math.floor(1 / gpus)) for shards, gpus in claims)
 

@@ -1,1 +1,1 @@
-"""Copies between pages and blocks as batches, which an executor carries out and verifies: the way in which bytes go."""
+"""Batches of copies between pages and blocks, and the executors that carry out and verify them."""

@@ -2,10 +2,11 @@
 them out as a whole. Pure data: packed arrays, no torch, no knowledge of shards or leases. docs/copies.md applies it to
 five data paths.
 
-Page bytes lie at offsets of one endpoint, in page layout; blocks lie in the other, at the addresses of a BlockGeometry.
-A LOAD copies pages to blocks and carries the expected sums; a STORE copies blocks to pages and produces the sums. A
-record is a run of layers of one page. Records are in their order of use, and a record is at most limits.RECORD_BYTES,
-or one layer: that much may still be written after a cancel (by a device what it has begun with: two slots of staging).
+A batch copies between two endpoints (`CopyEndpoint`), which are memory. Page bytes lie at offsets of one endpoint, in
+page layout; blocks lie in the other, at the addresses of a BlockGeometry. A LOAD copies pages to blocks and carries the
+expected sums; a STORE copies blocks to pages and produces the sums. A record is a run of layers of one page. Records
+are in their order of use, and a record is at most limits.RECORD_BYTES, or one layer: that much may still be written
+after a cancel (by a device what it has begun with: two slots of staging).
 
     PENDING -> DONE | MISMATCH | UNREADABLE | STOPPED
 
@@ -13,10 +14,8 @@ Each mutable field has one writer, so that threads outside Python need no lock f
 and the produced `sums`; the owner of the batch writes `cancel` and `dropped`, and `status` before the batch is run. A
 status other than PENDING is final.
 
-Copy executors carry out batches of copies. A new one (native threads, a GPU's streams, a NIC) is a class with one
-method and an entry in a list of executors, of which the first that opens a batch carries it out.
-
-Copy endpoints: the memory that a batch of copies reads and writes.
+A `CopyExecutor` carries out batches. A new one (native threads, a GPU's streams, a NIC) is a class with one method and
+an entry in a list of executors, of which the first that opens a batch carries it out.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ class HostMemory:
 
 
 class ForeignMemory:
-    """Memory that the CPU does not address, such as a device's. A kind of it is a class of its own, which the executors
-    know that reach it."""
+    """Memory that the CPU does not address, such as a device's. Each kind is a class of its own, which is known to the
+    executors that reach it."""
 
     __slots__ = ()
 
@@ -72,8 +71,8 @@ CopyEndpoint = CpuMemory | ForeignMemory
 
 
 def cpu_addresses(endpoint: CopyEndpoint) -> TypeGuard[CpuMemory]:
-    """Whether the CPU addresses this. It asks what it is, and not what it is not: what is of no kind that is named
-    above is left alone by whatever moves bytes by the CPU."""
+    """Whether the CPU addresses this endpoint. True only for the kinds named above, so that an unknown kind is never
+    accessed by the CPU."""
     return isinstance(endpoint, (MappedMemory, HostMemory))
 
 

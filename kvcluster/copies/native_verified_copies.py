@@ -1,7 +1,7 @@
 """The copy executor in native code (native/copies.cpp): batches between mapped memory and memory of this process.
 
-One call carries out many records without the GIL. Bytes go straight between a page and the rows of the caller's memory,
-whatever their strides, and are summed on the way, so that the sums are those of what was written.
+One call carries out many records without the GIL. Bytes are copied directly between a page and the rows of the caller's
+memory, whatever their strides, and are summed on the way, so that the sums are those of what was written.
 """
 
 from __future__ import annotations

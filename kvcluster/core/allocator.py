@@ -105,7 +105,7 @@ class PageAllocator:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free extents and free slots. `room` says how many pages of a given size fit."""
+        """Bytes of free extents and free slots. `room` returns how many pages of a given size fit."""
         return self._free_extents * self.extent_bytes + self._slot_bytes
 
     def size_class(self, nbytes: int) -> int:

@@ -1,8 +1,8 @@
-"""How much work an Attend is: what worker and shard count alike, so that a worker never sends more than a shard
+"""How much work an Attend is. Worker and shard compute the same number, so that a worker never sends more than a shard
 computes.
 
-A query token is scored with each key by a product, which costs a multiplication a channel, and by an exponential, which
-costs as much as some channels do. Keys are read a whole cut of positions at a time.
+To score a query token with a key takes a product, which costs a multiplication a channel, and an exponential, which
+costs as much as some channels. Keys are read a whole cut of positions at a time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from kvcluster.core.position_tree import CUT_TOKENS
 
 _LEAST_CHANNELS = 64
-"""The channels of a key and its value that a score counts as at least: what its exponential costs, and rows of few
-channels that are padded."""
+"""The least number of channels, of a key and its value, that a score is counted as: this covers the cost of its
+exponential, and the padding of rows of few channels."""
 
 
 def attend_work(tokens: int, cuts: int, *, heads: int, channels: int) -> int:

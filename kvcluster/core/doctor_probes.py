@@ -1,8 +1,8 @@
 """Probes of the whole cluster, for `kvcluster doctor`: the coordinator has one run at a time, a shard one order.
 
-A run asks every member that knows of probes. Its order rides on the answers to a shard's reports until a report has
-what the shard found, so a lost answer loses nothing. A run ends when all have answered or are gone, or when its time is
-over; what was found last is kept until the next run begins.
+A run asks every member that knows of probes. Its order is repeated in the answers to a shard's reports until a report
+contains what the shard found, so a lost answer loses nothing. A run ends when every member has answered or was removed,
+or when its time is over; its findings are kept until the next run begins.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ RUN_NS = 20_000_000_000
 """A run ends after this time: what a shard may take to try its peers (runtime/peer_probe.py), and some reports."""
 
 SINCE_VERSION = 3
-"""The version of the protocol that brought probes. A shard of an older one is not asked."""
+"""The version of the protocol that introduced probes. A shard of an older version is not asked."""
 
 
 class ProbeRuns:
-    """The coordinator's end. `facts`: what its process says of itself."""
+    """The coordinator's side. `facts`: what its process reports about itself."""
 
     def __init__(self) -> None:
         self.facts = ProcessFacts()
@@ -73,7 +73,7 @@ class ProbeRuns:
 
 
 class ProbeTaker:
-    """A shard's end. `findings`: for its reports; None if there is nothing that the coordinator waits for."""
+    """A shard's side. `findings`: for its reports; None if the coordinator waits for none."""
 
     def __init__(self) -> None:
         self._number = 0

@@ -1,6 +1,6 @@
 """The allocator of the disk tier: bookkeeping of files of one size. It owns no bytes and opens no file.
 
-A file holds pages of one namespace and of one shape until its last page is gone; then it may hold others. It begins
+A file holds pages of one namespace and of one shape until its last page is freed; then it may hold others. It begins
 with a head that names the namespace of its pages, so that recovery can read or drop each file on its own:
 
     head (HEAD_BYTES) | a record for each slot, filled up to a sector | slots, each a whole number of sectors

@@ -34,7 +34,7 @@ DTYPE_BYTES: dict[str, int] = {
 _MAX_NUMBER = 2**63
 
 MAX_LAYERS = limits.SPEC_BYTES // 8
-"""Of a spec: each takes 8 of its bytes."""
+"""The most layers of a spec: each takes 8 of its bytes."""
 
 
 def check_number(value: object, least: int, what: str) -> None:
@@ -174,7 +174,7 @@ def window(tokens: int) -> Reuse:
 @dataclass(frozen=True, slots=True)
 class Group:
     """Layers that share one block table. `layers` are the model's own layer numbers, ascending; `planes` is what each
-    of them keeps, and `reuse` says which blocks before a boundary are needed to continue from there.
+    of them keeps, and `reuse` states which blocks before a boundary are needed to continue from there.
 
         k, v = (kvcluster.Plane(name, heads=8, dim=128, dtype="bfloat16") for name in "kv")
         full = kvcluster.Group(layers=range(0, 32, 2), planes=[k, v])

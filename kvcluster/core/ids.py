@@ -1,4 +1,4 @@
-"""Types of the identifiers in the core, so that a type checker tells them apart.
+"""Types of the identifiers in the core, so that a type checker distinguishes them.
 
 Hashes, namespaces and holders are raw bytes: they are compared and looked up, never computed with.
 Time is integer nanoseconds on the clock of the process that reads it; it never crosses machines.

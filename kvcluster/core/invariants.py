@@ -99,8 +99,8 @@ def check_coordinator(coordinator: Coordinator) -> None:
         assert space.purged == latest, "a namespace's latest purge is not recorded in it"
         for member in members:
             if member.purged < latest:
-                told = any(record.copies.on(member.slot) for record in space.index)
-                assert not told, "a purged block is recorded on a shard that has not applied the purge"
+                still_recorded = any(record.copies.on(member.slot) for record in space.index)
+                assert not still_recorded, "a purged block is recorded on a shard that has not applied the purge"
 
 
 def _check_charges(coordinator: Coordinator) -> None:

@@ -15,8 +15,8 @@ PARTS_PER_BLOCK = 256
 times two groups, or 8 times 8 times 4. An operation on a block is applied to each of them."""
 
 PAGE_SIZES = 32_768
-"""Cached page sizes of all namespaces, by part and codec, some 300 bytes each. If there are more, all are computed anew
-when they are asked for."""
+"""Cached page sizes of all namespaces, by part and codec, some 300 bytes each. If there are more, all are dropped, and
+computed again when they are needed."""
 
 PARTS_COMPARED = 2 * PARTS_PER_BLOCK
 """Parts of a group that are searched for pages that together hold what a reader needs: those of two layouts."""
@@ -84,7 +84,7 @@ half a GiB of memory."""
 
 ANSWERED_SEQUENCES = 64
 """Sequences that an answer names which is kept with the lease of its holder, some 60 bytes each. If a longer one is
-lost, the holder tells all its tables again."""
+lost, the holder sends all its tables again."""
 
 UNSTORED_TABLE_BLOCKS = BLOCKS_PER_PROMPT
 """Blocks in the tables of one tenant beyond twice those that shards have of it: one sequence of the greatest length,
@@ -97,14 +97,14 @@ GRACES_PER_STEP = 4_096
 """Unclaimed private blocks whose grace may end in one step."""
 
 ENGINES_BYTES = 8 * 1024 * 1024
-"""What live engines of all tenants take that are listed, by shares of tenants: 3,000 of a tenant alone that say as much
-as vLLM does. One more is served but not listed."""
+"""Bytes of the listed live engines of all tenants, by shares of tenants: 3,000 engines of a tenant alone that report as
+much as vLLM does. One more is served but not listed."""
 
 ENGINE_FACTS = 32
 """Facts that one engine reports about itself."""
 
 ENGINE_BYTES = 8 * 1024
-"""UTF-8 bytes of all that one engine says of itself: ten times what vLLM does."""
+"""UTF-8 bytes of all that one engine reports about itself: ten times as much as vLLM does."""
 
 LISTED_ENGINES = 256
 """As LISTED_NAMESPACES, of engines."""
@@ -188,7 +188,7 @@ SPAN_LOOKUPS = BLOCKS_PER_CALL
 between which others have their turn."""
 
 SPAN_IDLE_NS = 60_000_000_000
-"""How long a shard keeps the spans of a worker that names none. A worker that comes later registers them again."""
+"""How long a shard keeps the spans of a worker that names none. A worker that returns later registers them again."""
 
 ATTEND_ROWS = 1_024
 """Sequences of a batch that attend in one message."""
@@ -266,14 +266,14 @@ HOT_RUNS = 65_536
 
 STORE_TOKENS = 32 * BLOCKS_PER_CALL
 """Token ids of one message, for KV events, which take a coordinator some ten milliseconds to read. A client names fewer
-blocks in each message if theirs are more. Of a message with more than these none is kept."""
+blocks in each message if theirs are more. Of a message with more, no token ids are kept."""
 
 TOKEN_MEMORY_BYTES = 32 * 1024 * 1024
-"""What the token ids of blocks being stored take, for KV events, by shares of tenants: a tenant alone has those of half
+"""Bytes of the token ids of blocks being stored, for KV events, by shares of tenants: a tenant alone has those of half
 a million tokens in blocks of 16, or of four million in blocks of 4,096."""
 
 TOKENS_KEPT_NS = 30_000_000_000
-"""How long they wait for the commit of their block, which most often comes within a second."""
+"""How long they wait for the commit of their block, which most often arrives within a second."""
 
 SPEC_BYTES = 8 * 1024
 """Canonical bytes of a KVSpec: several hundred layers in a dozen groups fit, and a chunk of an inventory in which every
@@ -302,8 +302,8 @@ its tenant's turn, as every question is."""
 
 BODY_BYTES = 4 * 1024 * 1024
 """The body of a frame of a stream, and the largest message that a shard accepts over gRPC: PAGES_PER_CALL wants of 45
-bytes, or the headers of a frame of pages. What pages themselves take follows the frame, into its final memory. GRANT
-alone has more, from a shard to its worker."""
+bytes, or the headers of a frame of pages. The bytes of pages follow the frame, into their final memory. GRANT alone has
+more, from a shard to its worker."""
 
 SMALL_BODY_BYTES = 64 * 1024
 """A body or query up to this is not charged to its tenant: all connections together hold 32 MiB of such."""
@@ -355,7 +355,8 @@ STREAMS = 512
 hundred workers of a tenant alone, and some more."""
 
 STREAMS_UNKNOWN = 64
-"""Connections whose credential has not arrived yet. It follows within a round trip, so more are strangers'."""
+"""Connections whose credential has not arrived yet. It follows within a round trip, so more than these are
+strangers'."""
 
 CONNECTIONS = 4_096
 """gRPC connections to one server: one for each worker of half of HOLDERS. One more is closed."""
@@ -369,7 +370,7 @@ refused."""
 
 EVENT_PEERS = 128
 """Connections to a port of KV events, by shares of the addresses that they come from: 64 subscribers of one machine.
-One more is closed, or takes the place of one that has said nothing."""
+One more is closed, or takes the place of one that has sent nothing."""
 
 SUBSCRIPTIONS = 64
 """Topics that one connection subscribes to; a prefix names many."""

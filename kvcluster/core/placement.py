@@ -11,7 +11,8 @@ mappings to increase hit rates, 1998; with weights: Schindelhauer and Schomaker,
 
 Placement is advice. The location of a block is what its shard reports; no reader ever computes it from here.
 
-A process tells others where it runs by a text, from which they see two facts that a host's name does not say.
+A process states where it runs in a text, the *host*, from which others derive two facts that a host's name does not
+give.
 
 *Same node*: both run on one machine, so that bytes between them cross no network. *May share memory*: one can connect
 to the other's local socket, over which memory is handed, which needs the same network namespace as well; two containers
@@ -39,7 +40,7 @@ def name_of(host: str) -> str:
 
 
 def same_node(one: str, other: str) -> bool:
-    """Whether both texts are of processes on one machine. An empty text is nowhere."""
+    """Whether both texts are of processes on one machine. An empty text is on no machine."""
     return bool(one) and _alike(one, other, lambda host: _place(host).partition("/")[0])
 
 
@@ -49,7 +50,7 @@ def may_share_memory(one: str, other: str) -> bool:
 
 
 def _alike(one: str, other: str, of: Callable[[str], str]) -> bool:
-    """Whether both texts have the same part; the same name, if one is of a release that told its name alone."""
+    """Whether both texts have the same part; the same name, if one is of a release that stated its name alone."""
     if "@" in one and "@" in other:
         return of(one) == of(other)
     return name_of(one) == name_of(other)

@@ -203,7 +203,7 @@ def _no_node(name: str, group: GroupConfig) -> str:
 
 
 def _merged(sentences: Iterable[str]) -> Iterator[str]:
-    """Returns the sentences, equal ones as one that says how many."""
+    """Returns the sentences, with equal ones merged into one that states their number."""
     for sentence, times in Counter(sentences).items():
         plural = sentence.replace("a shard of group", f"{times} shards of group", 1).replace(" waits ", " wait ", 1)
         yield sentence if times == 1 else plural

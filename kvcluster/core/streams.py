@@ -1,23 +1,23 @@
-"""The order stream: orders of the coordinator to one shard, numbered, accepted in order, ended in any order, bounded.
+"""The two streams between the coordinator and a shard: its orders to the shard, and the shard's reports to it.
 
+The order stream: orders of the coordinator to one shard, numbered, accepted in order, ended in any order, bounded.
 Orders are carried by the answers to reports (docs/adr/0007, 0036). Numbers belong to one coordinator epoch and only
-grow. One counter numbers the orders to all shards, so that no number is used twice when a shard falls silent, comes
-back, or sends a new inventory. Every answer carries all orders that the shard is not known to have accepted, so the
-next answer makes up for a lost one.
+grow. One counter numbers the orders to all shards, so that no number is used twice when a shard falls silent, returns,
+or sends a new inventory. Every answer carries all orders that the shard is not known to have accepted, so the next
+answer makes up for a lost one.
 
 The shard accepts each order whose number is above all that it has accepted, and skips the others: a repeated or late
 answer changes nothing. Accepted orders never wait for those of another kind: evictions end as they are accepted, moves
-and pulls run beside later orders. Each report says up to which number all orders are accepted and which of these still
-run (OrderProgress): the others have ended. A shard that learns of another coordinator forgets the numbers of the
+and pulls run beside later orders. Each report states the number up to which all orders are accepted, and which of these
+still run (OrderProgress): the others have ended. A shard that learns of another coordinator forgets the numbers of the
 previous one; an order of the previous one that still runs ends without a number.
 
-The report stream: what a shard tells the coordinator, numbered, acknowledged and bounded.
-
-Numbers belong to one pair of (shard epoch, coordinator epoch) and begin at 1. The sender keeps unacknowledged
-events and sends them again; the receiver skips those that it has, and asks for an inventory if a number is missing.
-If the sender had to drop events (too many unacknowledged, or a new coordinator), it sends an inventory unasked:
-everything it holds, in chunks, marked with the number of the last event that it includes. Later events have higher
-numbers and follow. One message is in flight at a time.
+The report stream: what a shard reports to the coordinator, numbered, acknowledged and bounded. Numbers belong to one
+pair of (shard epoch, coordinator epoch) and begin at 1. The sender keeps unacknowledged events and sends them again;
+the receiver skips those that it has, and asks for an inventory if a number is missing. If the sender had to drop events
+(too many unacknowledged, or a new coordinator), it sends an inventory unasked: everything it holds, in chunks, marked
+with the number of the last event that it includes. Later events have higher numbers and follow. One message is in
+flight at a time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class OrderStream:
         del self._open[order.number]
 
     def close(self) -> list[Order]:
-        """Removes all orders of a member that is gone, and returns them."""
+        """Removes all orders of a member that was removed, and returns them."""
         orders = list(self._open.values())
         self._open.clear()
         return orders
@@ -222,7 +222,7 @@ class ReportCursor:
     """The receiving half: how much of one shard incarnation's stream the coordinator has received."""
 
     def __init__(self) -> None:
-        self._next = 0  # 0: an inventory has to come first
+        self._next = 0  # 0: an inventory has to arrive first
         self._next_chunk = 0
         self._upto = 0  # of the latest inventory: a delayed chunk of an earlier one does not belong to it
 
@@ -249,8 +249,9 @@ class ReportCursor:
     def chunk(self, chunk: int, *, upto: int, last: bool) -> bool:
         """Records an inventory chunk. Returns False if it is not the expected one.
 
-        A repetition of the previous chunk is accepted, unless events came after it: its answer was lost. Restarting the
-        inventory for that would never finish if there are many chunks and the network loses a few answers.
+        A repetition of the previous chunk is accepted, unless events were received after it: its answer was lost.
+        Restarting the inventory for that would never finish if there are many chunks and the network loses a few
+        answers.
         """
         if chunk == 0:
             self._next = self._next_chunk = 0

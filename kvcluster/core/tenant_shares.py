@@ -3,7 +3,7 @@
 A tenant may take more while it then holds no more than a multiple of what is left free (the dynamic threshold of
 Choudhury and Hahne, "Dynamic queue length thresholds for shared-memory packet switches", IEEE/ACM Transactions on
 Networking, 1998). Nothing has to know how many tenants there are. With the multiple 1, a tenant alone may hold half of
-all; `n` that take all that they can hold `1 / (n + 1)` each, and as much stays free for a tenant that comes later.
+all; `n` that take all that they can hold `1 / (n + 1)` each, and as much stays free for a tenant that arrives later.
 """
 
 from __future__ import annotations

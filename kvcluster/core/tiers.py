@@ -1,11 +1,11 @@
 """The tiers of a shard, the fastest first, one row each. No other module names a tier.
 
-A tier is *addressable* if readers read its pages in place, in a region of memory that is the tier's own: a page lies
-where its tier and its offset say.
-The pages of any other tier lie in a store (runtime/tier_store.py), of a GPU's memory or of files: a reader gets a copy
-of them in the staging tier, and only the shard's own moves write there. A tier is *on a device* if readers whose blocks
-lie in the memory of the same device read its pages in place, too. A tier is *durable* if its pages survive a
-restart: they are recovered when the shard starts, and a purge erases them from the store too.
+A tier is *addressable* if readers read its pages in place, in a region of memory that is the tier's own: a page lies at
+its offset in the region of its tier. The pages of any other tier lie in a store (runtime/tier_store.py), of a GPU's
+memory or of files: a reader gets a copy of them in the staging tier, and only the shard's own moves write there. A tier
+is *on a device* if readers whose blocks lie in the memory of the same device read its pages in place, too. A tier is
+*durable* if its pages survive a restart: they are recovered when the shard starts, and a purge erases them from the
+store too.
 
 A shard has the tier that workers write into (INGEST), and those others that its configuration gives bytes. Pages are
 demoted from each tier into the next one that the shard has, promoted into its first, and evicted only from the last.
@@ -30,8 +30,8 @@ class Takes(Enum):
     """The codec of a page in a tier that it is moved into."""
 
     RAW = "raw"  # decoded
-    ENCODED = "encoded"  # as the order says
-    UNCHANGED = "unchanged"  # as in the tier that it comes from
+    ENCODED = "encoded"  # in the codec that the order states
+    UNCHANGED = "unchanged"  # as in the tier that it leaves
 
 
 class TierAllocator(Protocol):

@@ -38,7 +38,7 @@ class Tombstones:
 
     def add(self, stone: Tombstone) -> bool:
         """Adds a tombstone in order of its number. Returns False if it is known, or a later one covers it."""
-        if self._says(stone):
+        if self._is_known(stone):
             return False
         self._insert(stone)
         return True
@@ -71,7 +71,7 @@ class Tombstones:
         last = 0
         for stone in self.all():
             twice, last = stone.number == last, stone.number
-            if twice or (stone.number <= theirs.highest and not theirs._says(stone)):
+            if twice or (stone.number <= theirs.highest and not theirs._is_known(stone)):
                 renewed.append(replace(stone, number=max(self.next_number(epoch), theirs.highest + 1)))
                 self._insert(renewed[-1])
         return renewed
@@ -90,7 +90,7 @@ class Tombstones:
         """Returns the number of the last tombstone that names this namespace; 0 if none does."""
         return max((stone.number for stone in self._stones if stone.names(tenant, spec)), default=0)
 
-    def _says(self, stone: Tombstone) -> bool:
+    def _is_known(self, stone: Tombstone) -> bool:
         """Whether it is known, or a later one covers it."""
         return any(known.number >= stone.number and _covers(known, stone) for known in self._stones)
 

@@ -1,2 +1,2 @@
-"""Devices whose memory the CPU does not address: what kvcluster needs of one (device.py), and a twin (software_twin.py)
-that proves, without a card, that everything is done in order."""
+"""Devices: memory that the CPU does not address. The interface that kvcluster needs of one (device.py), and a twin
+(software_twin.py), which proves without a GPU that all accesses are ordered."""

@@ -1,11 +1,12 @@
-"""Runs of a copy batch over a device: in chunks of records, each with one slot of staging.
+"""Runs a copy batch on a device, in chunks of records; each chunk has one slot of staging.
 
-A slot has the table of the moves first (moves.py), and the records as they come behind it; in the device's memory it
-has as much room again, for what is decoded and for scratch memory behind that.
+A slot begins with the table of the moves (moves.py); the records follow it as they arrive. In the device's memory a
+slot has as much room again, for decoded records and, behind them, scratch memory.
 
-A block is touched by kernels alone, behind the event at which the caller made the call. Two chunks are under way at
-once, so that the CPU works at one while the device has the other. `run` returns when the device has done everything: a
-record is DONE only then, and a slot is given back only then. After a cancel no chunk is begun.
+Only kernels touch a block, and only after the event at which the caller made the call. Two chunks are under way at
+once, so that the CPU works on one while the device works on the other. `run` returns when the device has finished
+everything; a record becomes DONE, and a slot is given back, only when the device has finished it. After a cancel no
+further chunk begins.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from kvcluster.memory import codec
 
 _UNDER_WAY = 2
 _WAIT_S = 0.1
-"""Between two looks whether a batch that waits for a slot has been cancelled."""
+"""How often a batch that waits for a slot checks whether it has been cancelled."""
 
 
 class Place(NamedTuple):
-    """Where a record lies in a slot: as it comes, and raw in the device's memory; the same if it comes raw."""
+    """Where a record lies in a slot: `came`, as it arrives, and `raw`, decoded in the device's memory; both are the
+    same if it arrives raw."""
 
     record: int
     came: int
@@ -46,8 +48,8 @@ class Place(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Chunk:
     """Records that pass through one slot, from `first` to `stop`, behind room for the table of their moves. `scratch`:
-    where in the device's memory scratch memory begins. `event`: behind all work of the device. `verdicts`: where a load
-    that the device verifies has them in the slot."""
+    where scratch memory begins in the device's memory. `event`: recorded after all work of the device on the chunk.
+    `verdicts`: where in the slot a load that the device verifies has its verdicts."""
 
     slot: Slot
     places: list[Place]
@@ -59,11 +61,11 @@ class Chunk:
 
 
 class Sizes:
-    """What the records of a batch take of a slot. Raises BadBatch if a record has another length than its codec says:
-    a kernel would read beyond it."""
+    """How many bytes of a slot the records of a batch take. Raises BadBatch if a record does not have the length that
+    its codec implies: a kernel would read beyond it."""
 
     def __init__(self, batch: CopyBatch, *, summed: bool = False) -> None:
-        """`summed`: the device verifies them, for which the table has more."""
+        """`summed`: the device verifies them, which takes more of the table."""
         records, items = batch.records, batch.items
         self.came: list[int] = []
         self.decoded: list[int] = []
@@ -86,21 +88,21 @@ class Sizes:
             self.scratch.append(scratch_bytes(count, coded) if summed else 0)
         geometries = batch.items.geometries
         self.columns = [aligned(columns_bytes(geometry)) if geometry else 0 for geometry in geometries]
-        """Of the table, for each geometry."""
+        """Bytes of the table for each geometry."""
         self.entry = [aligned(record_bytes(geometry)) if geometry else 0 for geometry in geometries]
-        """Of the table, for each record of each geometry."""
+        """Bytes of the table for one record of each geometry."""
         self.fixed = aligned(constant_bytes()) if summed else 0
-        """Of the table, for each chunk."""
+        """Bytes of the table for each chunk."""
         self.rows = [aligned(row_bytes(count)) if summed else 0 for count in records.counts]
-        """Of the table, for each record beside `entry`."""
+        """Bytes of the table for each record, in addition to `entry`."""
         tables = self.fixed + max(self.columns, default=0) + max(self.entry, default=0) + max(self.rows, default=0)
         self.most = max(map(max, self.came, map(add, self.decoded, self.scratch)), default=0) + tables
-        """What the largest record takes alone."""
+        """Bytes of a slot that the largest record takes in a chunk of its own."""
 
 
 class BatchRun(ABC):
-    """The records of one batch. Who extends it says what is done with a chunk, on `stream`, or on another for which
-    `stream` then waits."""
+    """The run of one batch. A subclass defines the work on a chunk, which it enqueues on `stream`, or on another stream
+    for which `stream` then waits."""
 
     def __init__(
         self,
@@ -124,13 +126,13 @@ class BatchRun(ABC):
 
     @abstractmethod
     def fill(self, chunk: Chunk) -> Callable[[], None] | None:
-        """Writes what the device needs into the slot. Leaves in the chunk what is not stopped or in error, and sets the
-        status of others. Returns what enqueues the device's work; None if it has none."""
+        """Writes what the device needs into the slot. Removes records from the chunk that are stopped or in error, and
+        sets their status. Returns a function that enqueues the device's work; None if there is none."""
 
     @abstractmethod
     def take_over(self, chunk: Chunk) -> None:
-        """The device is done with its work: does the rest by the CPU. Leaves in the chunk what is DONE then, and sets
-        the status of others."""
+        """Called when the device has finished its work: does the rest on the CPU. Removes records from the chunk that
+        are not DONE, and sets their status."""
 
     def run(self, start: int, stop: int) -> None:
         """As RunRecords."""
@@ -159,7 +161,7 @@ class BatchRun(ABC):
         sizes, room = self._sizes, self._room
         chunk: list[int] = []
         groups: set[int] = set()
-        table, came, behind = sizes.fixed, 0, 0
+        table, arrived, behind = sizes.fixed, 0, 0
         for at in range(start, stop):
             if self.batch.status[at] != CopyStatus.PENDING:
                 continue
@@ -167,18 +169,19 @@ class BatchRun(ABC):
             own = sizes.entry[group] + sizes.rows[at]
             entry = own + (0 if group in groups else sizes.columns[group])
             needs = sizes.decoded[at] + sizes.scratch[at]
-            if chunk and (table + entry + came + sizes.came[at] > room or behind + needs > room):
+            if chunk and (table + entry + arrived + sizes.came[at] > room or behind + needs > room):
                 yield chunk, table
-                chunk, groups, table, came, behind = [], set(), sizes.fixed, 0, 0
+                chunk, groups, table, arrived, behind = [], set(), sizes.fixed, 0, 0
                 entry = own + sizes.columns[group]
             chunk.append(at)
             groups.add(group)
-            table, came, behind = table + entry, came + sizes.came[at], behind + needs
+            table, arrived, behind = table + entry, arrived + sizes.came[at], behind + needs
         if chunk:
             yield chunk, table
 
     def _slot(self, under_way: deque[Chunk]) -> Slot | None:
-        """Returns a slot, for which this run waits holding none itself; None if the batch is stopped meanwhile."""
+        """Returns a slot; None if the batch is stopped meanwhile. While this run waits for one, it holds none
+        itself."""
         while self._is_open():
             slot = self.staging.take(wait_s=0 if under_way else _WAIT_S)
             if slot is not None:
@@ -195,13 +198,13 @@ class BatchRun(ABC):
         return False
 
     def _begin(self, slot: Slot, records: Sequence[int], table: int, under_way: deque[Chunk]) -> None:
-        """Has the device begin with these records, behind `table` bytes, as a chunk that is under way then."""
-        places, came, raw = [], table, self.staging.slot_bytes
+        """Begins a chunk of these records, behind `table` bytes for their table, and adds it to `under_way`."""
+        places, arrived, raw = [], table, self.staging.slot_bytes
         for number in records:
             is_raw = self.batch.records.codecs[number] == codec.RAW
-            places.append(Place(number, came, came if is_raw else raw))
-            came, raw = came + self._sizes.came[number], raw + self._sizes.decoded[number]
-        chunk = Chunk(slot, places, table, came, raw)
+            places.append(Place(number, arrived, arrived if is_raw else raw))
+            arrived, raw = arrived + self._sizes.came[number], raw + self._sizes.decoded[number]
+        chunk = Chunk(slot, places, table, arrived, raw)
         try:
             enqueue = self.fill(chunk)
         except BaseException:
@@ -220,11 +223,11 @@ class BatchRun(ABC):
         with self.device.together():
             try:
                 enqueue()
-            finally:  # behind what has been enqueued, also if something could not be
+            finally:  # after what has been enqueued, even if the rest could not be
                 chunk.event = self.device.record(self.stream)
 
     def _end(self, chunk: Chunk) -> None:
-        """Waits until the device is done with a chunk, and does the rest."""
+        """Waits until the device has finished a chunk, and completes it on the CPU."""
         self._wait(chunk)
         try:
             self.take_over(chunk)
@@ -238,7 +241,7 @@ class BatchRun(ABC):
         if chunk.event is not None:
             wait_done(self.device, chunk.event)
 
-    # ------------------------------------------------------------------------------------- for who extends it
+    # ----------------------------------------------------------------------------------------- for subclasses
 
     def moves(self, chunk: Chunk) -> tuple[Moves, list[StagedRecord]]:
         """Returns the moves of a chunk's records, and how they lie in staging."""
@@ -247,11 +250,11 @@ class BatchRun(ABC):
         return moves(records, self._known), records
 
     def decodes(self, chunk: Chunk) -> Iterator[Decode]:
-        """Yields what decodes the records that came encoded: one kernel for records of a kind that lie together."""
+        """Yields the kernels that decode records which arrived encoded: one for adjacent records of the same kind."""
         records, items, memory = self.batch.records, self.batch.items, chunk.slot.memory.range
         last: Decode | None = None
-        for number, came, raw in chunk.places:
-            if came == raw:
+        for number, arrived, raw in chunk.places:
+            if arrived == raw:
                 continue
             item, count = records.items[number], records.counts[number]
             geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]
@@ -262,7 +265,7 @@ class BatchRun(ABC):
                 geometry.block_tokens,
                 heads,
                 count,
-                memory.piece(came, records.nbytes[number]),
+                memory.piece(arrived, records.nbytes[number]),
                 memory.piece(raw, raw_bytes),
             )
             together = None if last is None else last.followed_by(one)
@@ -288,7 +291,7 @@ class BatchRun(ABC):
         return bool(self.batch.cancel[0]) or time.monotonic_ns() >= self.batch.deadline_ns
 
     def _stop(self, records: range) -> None:
-        """What is still pending was stopped."""
+        """Sets the status of the records that are still pending to STOPPED."""
         for number in records:
             if self.batch.status[number] == CopyStatus.PENDING:
                 self.batch.status[number] = CopyStatus.STOPPED

@@ -1,5 +1,5 @@
-"""The gate that keeps this process's devices to an engine while it captures a graph: in CUDA's usual mode, a call of
-another thread meanwhile would fail the capture."""
+"""The gate that reserves this process's devices for an engine while it captures a graph: in CUDA's usual mode, a call
+of another thread meanwhile would make the capture fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CaptureGate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._thread = threading.local()
-        """`depth`: how many calls of the thread are under way, one within the other."""
+        """`depth`: how many nested calls of the thread are under way."""
         self._inside = 0
         self._owner: int | None = None
 
@@ -22,7 +22,7 @@ class CaptureGate:
     def capturing(self) -> Iterator[None]:
         """Returns a context in which no other thread calls a device. Entering it waits for calls that are under way,
         which is less than a millisecond. Loads and stores begin nothing on a device until it is left, and end at their
-        deadlines all the same; but what a device is doing for one can be waited for only then."""
+        deadlines all the same; but the work of a device for one of them can be waited for only then."""
         with self._changed:
             self._changed.wait_for(lambda: self._owner is None)
             self._owner = threading.get_ident()
@@ -45,7 +45,7 @@ class CaptureGate:
         self._thread.depth = depth + 1
 
     def leave(self) -> None:
-        """As `enter` says."""
+        """Ends a call that `enter` has begun."""
         self._thread.depth -= 1
         if not self._thread.depth:
             with self._changed:
@@ -71,4 +71,4 @@ class CaptureGate:
 
 
 GATE = CaptureGate()
-"""That of all devices of this process."""
+"""The gate of all devices of this process."""

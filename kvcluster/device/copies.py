@@ -3,8 +3,8 @@
     load    pages --the CPU copies and verifies--> pinned --copy--> staging (--Decode--> staging) --Scatter--> blocks
     store   blocks --Gather--> staging --copy--> pinned --the CPU copies and sums--> pages
 
-What the CPU reads or writes of a page is what it has verified or summed. What is decoded lies behind the records in the
-device's memory.
+The bytes of a page that the CPU copies are the bytes that it verifies or sums. Decoded records lie behind the encoded
+ones in the device's memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcluster.device.staging import DeviceStaging
 from kvcluster.memory import checksum, codec
 
 _CHUNK_BYTES = 8 << 20
-"""While the CPU brings so many bytes, some ms, the device has those before."""
+"""The CPU copies so many bytes, which takes some ms, while the device works on those before."""
 
 
 class DeviceCopies:
@@ -59,14 +59,14 @@ class _HostRun(BatchRun):
         self._pages = pages
 
     def fill(self, chunk: Chunk) -> Callable[[], None] | None:
-        """As BatchRun: for a load, with those records that the CPU finds sound."""
+        """As BatchRun. Of a load, only records that match their sums stay in the chunk."""
         if self._loads:
             self._verify(chunk)
-        chunk.places = [place for place in chunk.places if not self.stopped(place.record)]  # meanwhile, maybe
+        chunk.places = [place for place in chunk.places if not self.stopped(place.record)]  # stopped since
         (table, launches, _), records = self.moves(chunk)
         with chunk.slot.pinned.opened(0, len(table), writes=True) as room:
             room[:] = table
-        if not launches:  # no block has anything of them
+        if not launches:  # no block has any part of them
             return None
         move = (Scatter if self._loads else Gather)(
             Range(chunk.slot.memory.range.address, len(table)), launches, records
@@ -88,8 +88,8 @@ class _HostRun(BatchRun):
     # ------------------------------------------------------------------------------------------ by the CPU
 
     def _verify(self, chunk: Chunk) -> None:
-        """Brings records into the slot as they are. Leaves those in the chunk that are sound; sets the status of
-        others."""
+        """Copies records into the slot without decoding them. Keeps those in the chunk that match their sums; sets the
+        status of those that do not."""
         sound = []
         with chunk.slot.pinned.opened(0, chunk.stop, writes=True) as room:
             for place in chunk.places:
@@ -106,8 +106,8 @@ class _HostRun(BatchRun):
         """Copies a record. Returns whether it matches its sums."""
         records, identity = self.batch.records, self.batch.identities[number]
         data = self._pages.view(records.offsets[number], records.nbytes[number])
-        came = checksum.copy_sums(identity, records.layers[number], records.counts[number], room, data)
-        return came == records.sums_of(number)
+        sums = checksum.copy_sums(identity, records.layers[number], records.counts[number], room, data)
+        return sums == records.sums_of(number)
 
     def take_over(self, chunk: Chunk) -> None:
         """As BatchRun: for a store, copies what has arrived into the pages, and sums what it has written."""
@@ -115,16 +115,16 @@ class _HostRun(BatchRun):
             return
         records, identities = self.batch.records, self.batch.identities
         with chunk.slot.pinned.opened(chunk.first, chunk.stop, writes=False) as room:
-            for number, came, _ in chunk.places:
+            for number, arrived, _ in chunk.places:
                 into = self._pages.view(records.offsets[number], records.nbytes[number])
-                data, layer = room[came - chunk.first :][: into.nbytes], records.layers[number]
+                data, layer = room[arrived - chunk.first :][: into.nbytes], records.layers[number]
                 records.set_sums(
                     number, checksum.copy_sums(identities[number], layer, records.counts[number], into, data)
                 )
 
 
 def is_raw(batch: CopyBatch) -> bool:
-    """Whether all records come, or are to be left, raw."""
+    """Whether all records of a load arrive raw, or all of a store are to be left raw."""
     return all(which == codec.RAW for which in batch.records.codecs)
 
 

@@ -1,12 +1,12 @@
-"""CudaDevice: a card, by its driver.
+"""CudaDevice: a GPU, called through its driver.
 
 The driver makes the streams, events and memory, and no other code of the process uses them. Those of torch would be
 shared: an engine may get the same stream from torch's pool, and torch's allocator hands memory on by the streams that
 it knows. The context is the device's primary one, which torch uses too; it is current in the calling thread only during
 a call.
 
-The first error that is not an answer is final, since CUDA itself may answer nothing more in this process: it is logged
-once, and every later call raises DeviceFailed.
+The first error other than an expected refusal is final, since every later call of CUDA in this process may fail: it is
+logged once, and every later call here raises DeviceFailed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ Enqueue = Callable[[Any, Stream], None]
 
 
 class _CudaEvent:
-    """An event of the driver. When this object is collected, its handle serves for another event: a wait that was
-    enqueued before keeps to the place that this event had then."""
+    """An event of the driver. When this object is collected, its handle is reused for another event: a wait that was
+    enqueued before still refers to the place of this one."""
 
     def __init__(self, handle: c_void_p, free: list[c_void_p]) -> None:
         self.handle = handle
@@ -156,8 +156,8 @@ class CudaDevice:
         self._node = _numa_node(driver.bus_id(ordinal))
 
     def around(self, address: int) -> Range | None:
-        """As Device. If the driver cannot tell, it is this device's: then the CPU must not touch it. A process that was
-        forked has no memory of devices, and nothing can be asked there."""
+        """As Device. If the driver cannot answer, the memory counts as this device's, so that the CPU does not touch
+        it. A forked process has no memory of devices and cannot ask the driver."""
         if os.getpid() != self._process:
             return None
         try:
@@ -192,7 +192,7 @@ class CudaDevice:
         return self._mapped(lambda: (self._driver.import_shared(descriptor), nbytes), writable=False)
 
     def _mapped(self, make: Callable[[], tuple[int, int]], *, writable: bool) -> _CudaShared:
-        """Maps the memory whose handle and bytes `make` returns. Raises NoMemory if the driver refuses one of both."""
+        """Maps the memory whose handle and bytes `make` returns. Raises NoMemory if the driver refuses either call."""
         with self._entered(), _refused():
             handle, nbytes = make()
             try:
@@ -227,8 +227,8 @@ class CudaDevice:
         self._take(_REFUSED, "cuMemHostRegister_v2", c_void_p(memory.address), c_size_t(memory.nbytes), c_uint(flags))
 
     def pin(self, nbytes: int) -> PinnedMemory:
-        """As Device. On the NUMA node of the device, if that has room. Beyond the memory of the machine or container,
-        the system would end the process instead of refusing."""
+        """As Device, on the NUMA node of the device if that has room. Raises NoMemory beyond the memory of the machine
+        or container, where the system would kill the process instead of refusing."""
         with self._lock:
             pinned_bytes, limit = self._pinned_bytes + nbytes, memory_limit_bytes()
             if pinned_bytes > limit:
@@ -241,7 +241,7 @@ class CudaDevice:
             raise
 
     def unpinned(self, nbytes: int) -> None:
-        """So many pinned bytes are not pinned any more."""
+        """Subtracts bytes that are no longer pinned from the total."""
         with self._lock:
             self._pinned_bytes -= nbytes
 
@@ -267,7 +267,7 @@ class CudaDevice:
     # ------------------------------------------------------------------------------------- streams and events
 
     def stream(self) -> Stream:
-        """As Device. Its kernels come before those of an engine that wait for room on the device at the same time."""
+        """As Device. Its kernels have priority over an engine's that wait for room on the device at the same time."""
         least, greatest, handle = c_int(), c_int(), c_void_p()
         with self._entered():
             self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
@@ -330,7 +330,7 @@ class CudaDevice:
             raise DeviceFailed(f"{self.name} was opened by process {self._process}, of which this one is a fork")
 
     def enter(self) -> None:
-        """Has the device's CUDA context be current in this thread, until `leave` is called as often."""
+        """Makes the device's CUDA context current in this thread, until `leave` is called as often."""
         depth = getattr(self._thread, "depth", 0)
         if not depth:
             GATE.enter()
@@ -342,14 +342,14 @@ class CudaDevice:
         self._thread.depth = depth + 1
 
     def leave(self) -> None:
-        """As `enter` says."""
+        """Undoes one call of `enter`."""
         self._thread.depth -= 1
         if not self._thread.depth:
             self._driver.leave()
             GATE.leave()
 
     def _take(self, refusals: set[int], name: str, *arguments: Any) -> None:
-        """Calls what takes memory. Raises NoMemory if the answer is one of these."""
+        """Calls a function that takes memory. Raises NoMemory if its answer is one of `refusals`."""
         try:
             self._driver.call(name, *arguments)
         except DriverError as error:
@@ -358,7 +358,7 @@ class CudaDevice:
             raise
 
     def fail(self, why: str) -> DeviceFailed:
-        """From now on every call fails. Returns the error to raise."""
+        """Makes every further call fail. Returns the error to raise."""
         if not self._failed:
             self._failed = f"{self.name} is used no more in this process: {why}"
             _LOG.error(
@@ -405,7 +405,7 @@ def _of_cuda(event: Event) -> _CudaEvent:
 
 
 def _numa_node(bus_id: str) -> int:
-    """Returns the node that the device is attached to; -1 if the system does not say."""
+    """Returns the node that the device is attached to; -1 if the system does not report one."""
     try:
         return int(Path("/sys/bus/pci/devices", bus_id, "numa_node").read_text())
     except (OSError, ValueError):
@@ -413,8 +413,8 @@ def _numa_node(bus_id: str) -> int:
 
 
 def _prefer(node: int, memory: Range) -> None:
-    """Has the pages of new memory come from this node, if it has room. Where that cannot be asked for, they come from
-    any."""
+    """Makes the system take the pages of new memory from this node, if it has room; from any node where the system
+    offers no choice."""
     number = _MBIND.get(platform.machine())
     if node < 0 or node >= 64 or number is None:
         return

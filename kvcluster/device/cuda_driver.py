@@ -34,7 +34,7 @@ class _MemoryLocation(ctypes.Structure):
 
 
 class _MemoryProperties(ctypes.Structure):
-    """CUmemAllocationProp, of which what is not set is 0."""
+    """CUmemAllocationProp; fields that are not set are 0."""
 
     _fields_ = (
         ("kind", c_int),
@@ -102,7 +102,7 @@ class CudaDriver:
         return value.value
 
     def lacks(self, device: int) -> list[str]:
-        """Returns what a device has not and cannot be used without."""
+        """Returns the features that a device lacks and cannot be used without."""
         return [name for number, name in _NEEDED.items() if not self.attribute(number, device)]
 
     def uuid(self, device: int) -> str:
@@ -114,7 +114,7 @@ class CudaDriver:
 
     def reads(self, device: int) -> list[int]:
         """Returns the devices whose memory this one reads: itself, and its peers among those shown to this process. If
-        the driver cannot say whether one is a peer, it is none."""
+        the driver cannot report whether one is a peer, it counts as none."""
         found, value = [device], c_int()
         for other in range(self.count()):
             asked = byref(value), c_int(device), c_int(other)
@@ -135,11 +135,11 @@ class CudaDriver:
         return context
 
     def enter(self, context: c_void_p) -> None:
-        """Has this be the thread's current context, until `leave`."""
+        """Makes this the thread's current context, until `leave`."""
         self.call("cuCtxPushCurrent_v2", context)
 
     def leave(self) -> None:
-        """Has the one that was current before be current again."""
+        """Makes the previous context current again."""
         self.status("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def ordinal_at(self, address: int) -> int | None:
@@ -164,7 +164,7 @@ class CudaDriver:
     # ------------------------------------------------------------------------------- memory that processes share
 
     def shared_bytes(self, device: int, nbytes: int) -> int:
-        """Returns how large memory of `nbytes` is that is made to be shared."""
+        """Returns how many bytes shared memory for `nbytes` takes."""
         unit = c_size_t()
         number = c_int(_RECOMMENDED)
         self.call("cuMemGetAllocationGranularity", byref(unit), byref(_properties(device)), number)

@@ -36,7 +36,7 @@ class NoMemory(Exception):
 
 
 class DeviceFailed(Exception):
-    """The device answers no more, in this process: every call from now on raises this."""
+    """The device has failed in this process: every further call raises this."""
 
 
 class Allocation(Protocol):
@@ -46,7 +46,7 @@ class Allocation(Protocol):
     def range(self) -> Range: ...
 
     def release(self) -> None:
-        """Gives it back. No work under way touches it. May be called again."""
+        """Gives it back; no work under way may touch it. May be called again."""
 
 
 class SharedMemory(Allocation, Protocol):
@@ -88,7 +88,8 @@ class Device(Protocol):
         ones whose memory it reads itself, as over NVLink."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Returns a context in which this thread's calls cost less. Meanwhile no graph is captured: it is for a few."""
+        """Returns a context in which this thread's calls cost less. No graph can be captured meanwhile, so it is for a
+        few calls."""
 
     def around(self, address: int) -> Range | None:
         """Returns the memory around this address that was allocated as one; None if it is not this device's."""
@@ -101,13 +102,14 @@ class Device(Protocol):
         if this device cannot share."""
 
     def open_shared(self, descriptor: int, nbytes: int) -> Allocation:
-        """Returns memory that another process has allocated on one of `reads`, `nbytes` as its range says, to be read.
-        It lasts until it is released here, whatever becomes of that process. The caller still closes the descriptor.
+        """Returns memory that another process has allocated on one of `reads`, `nbytes` as in its range, to be read. It
+        lasts until it is released here, whatever becomes of that process. The caller still closes the descriptor.
         Raises NoMemory if the device does not open it."""
 
     def register(self, memory: Range) -> Allocation:
-        """Has the device read memory of this process that other processes may write at any time, until it is released
-        here. It stays mapped until then, and the CPU reads it as before. Raises NoMemory if the system refuses."""
+        """Lets the device read memory of this process, which other processes may write at any time, until it is
+        released here. It stays mapped until then, and the CPU reads it as before. Raises NoMemory if the system
+        refuses."""
 
     def pin(self, nbytes: int) -> PinnedMemory:
         """Returns new pinned memory of this process, with any content. Raises NoMemory."""
@@ -116,7 +118,7 @@ class Device(Protocol):
         """Returns a new stream. What is enqueued on it comes after everything that the CPU has done."""
 
     def current(self) -> Stream:
-        """Returns the stream of the calling thread: what it has enqueued by itself."""
+        """Returns the calling thread's own stream, on which it has enqueued its work."""
 
     def copy(self, into: Range, source: Range, stream: Stream) -> None:
         """Enqueues a copy between ranges of the same length, of this device or pinned, that do not overlap."""
@@ -125,10 +127,10 @@ class Device(Protocol):
         """Enqueues a kernel."""
 
     def record(self, stream: Stream) -> Event:
-        """Returns an event behind everything that has been enqueued on this stream."""
+        """Returns an event after everything that has been enqueued on this stream."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Has what is enqueued on this stream from now on come after the event."""
+        """Makes everything that is enqueued on this stream from now on wait for the event."""
 
     def done(self, event: Event) -> bool:
         """Whether everything before the event is done: then the CPU may use what that has written."""

@@ -1,5 +1,5 @@
-"""Devices: those of this process whose memory calls may name. A tensor's own word for where it lies is not asked: its
-address is."""
+"""Devices: the devices of this process whose memory calls may name. Where a tensor lies is determined from its address,
+not from what the tensor states."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ _DECODED = 8
 """A page is at most so many times as large as its encoded form: float32 in q4."""
 
 _POOL_RECORD_BYTES = 4 << 20
-"""Of a load within a device: a few chunks are still under way at once, and pages of 2 MiB are records."""
+"""Limit of a record in a load within a device: a few chunks are still under way at once, and a page of 2 MiB is one
+record."""
 
 
 class Devices:
-    """The devices that were added, and the CopyExecutor for all of them. Thread-safe. One that has failed stays: its
-    memory is still not the CPU's."""
+    """The devices that were added, and the CopyExecutor for all of them. Thread-safe. One that has failed stays: the
+    CPU still must not touch its memory."""
 
     def __init__(self) -> None:
         self._added: dict[Device, CopyExecutor] = {}
         self._slot_bytes: dict[Device, int] = {}
         self.staging_bytes = 0
-        """Of each device that is opened from now on, beside half as much pinned memory."""
+        """The staging memory of each device that is opened from now on, beside half as much pinned memory."""
 
     def __bool__(self) -> bool:
         return bool(self._added)
 
     def expect(self, staging_bytes: int) -> None:
-        """A client of this process uses so much: the most that any has is taken."""
+        """Notes the `staging_bytes` of a client of this process; the largest number counts."""
         self.staging_bytes = max(self.staging_bytes, staging_bytes)
 
     def add(self, staging: DeviceStaging) -> None:
-        """From now on batches reach the memory of this device, through that staging."""
+        """Lets batches use the memory of this device from now on, through that staging."""
         self._slot_bytes[staging.device] = staging.slot_bytes
         self._added = {**self._added, staging.device: _Copies(staging)}
 
     def open_later(self, device: Device, make: Callable[[], DeviceStaging], slot_bytes: int) -> None:
         """As `add`, with the staging that `make` returns for the first batch, with slots of so many bytes. If that
-        raises NoMemory, the batch fails as on a device that has failed, and the next one asks again."""
+        raises NoMemory, the batch fails as on a device that has failed, and the next one calls `make` again."""
         self._slot_bytes[device] = slot_bytes
         self._added = {**self._added, device: _StagedLater(device, make)}
 
     def remove(self, device: Device) -> None:
-        """No batch names its memory any more."""
+        """Removes a device whose memory no batch names any more."""
         self._added = {each: copies for each, copies in self._added.items() if each is not device}
         self._slot_bytes.pop(device, None)
 
@@ -65,8 +66,8 @@ class Devices:
         return all(can_verify(each) and max(each, limits.RECORD_BYTES) <= room for each in layer_bytes)
 
     def lacking(self, device: Device, tables: Iterable[BlockGeometry]) -> int:
-        """Returns the `staging_bytes` that it takes to move a layer of such blocks of that device; 0 if there are as
-        many."""
+        """Returns the `staging_bytes` that it takes to move a layer of such blocks of that device; 0 if the device has
+        as many."""
         needed = max((_layer_bytes(table) for table in tables), default=0)
         return max(LEAST_STAGING_BYTES, 4 * (needed + TABLE_BYTES)) if needed > self._slot_bytes[device] else 0
 
@@ -77,8 +78,8 @@ class Devices:
         return min(_POOL_RECORD_BYTES, max(room // _DECODED, limits.RECORD_BYTES) if coded else room)
 
     def holders(self, addresses: Iterable[int]) -> list[Device | None]:
-        """Returns each device whose memory has one of these addresses, and None if one is memory of this process. What
-        is not freed meanwhile is asked for once: an engine's caches are few allocations."""
+        """Returns each device whose memory has one of these addresses, and None if one is memory of this process. Each
+        allocation is looked up once, so none may be freed meanwhile: an engine's caches are few allocations."""
         found: dict[Device | None, None] = {}
         known: list[Range] = []
         for address in addresses:
@@ -100,7 +101,7 @@ class Devices:
 
 
 class _Copies:
-    """The CopyExecutor of a device, for pages that the device reads itself, and for all that the CPU brings."""
+    """The CopyExecutor of a device, for pages that the device reads itself, and for all that the CPU copies."""
 
     def __init__(self, staging: DeviceStaging) -> None:
         self._executors = PoolCopies(staging), DeviceCopies(staging)
@@ -144,4 +145,4 @@ def _fail(why: str, start: int, stop: int) -> None:
 
 
 DEVICES = Devices()
-"""Those of this process."""
+"""The devices of this process."""

@@ -11,8 +11,8 @@ from kvcluster.device.device import Device, Event, Range
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory(ForeignMemory):
-    """A device's memory, by address. What a batch does with it comes after the event `after`: all that the caller had
-    enqueued, of which its blocks are made. None if the device could not say so any more, since it has failed."""
+    """A device's memory, by address. A batch uses it only after the event `after`, which follows all work that the
+    caller had enqueued on its blocks. None if the device has failed and could record no event."""
 
     device: Device
     after: Event | None
@@ -28,7 +28,8 @@ class DevicePoolMemory(ForeignMemory):
 
 
 REGISTERED_BYTES = 4 << 30
-"""What of an arena is registered by one call, during which no graph is captured: some 60 ms (docs/measurements.md)."""
+"""The bytes of an arena that one call registers, during which no graph can be captured: some 60 ms
+(docs/measurements.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

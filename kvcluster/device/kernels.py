@@ -1,5 +1,5 @@
 """The kernels that move records between staging and the blocks of an engine's memory, and that decode them in staging:
-as data, and as their definition, whose result a device's own code has to have."""
+as data, and as a reference implementation, whose results a device's own code must reproduce."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Opened = Callable[[Range], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Moves of `records`, by `table` in the device's memory and `launches` (moves.py). Only who judges their order goes
-    through `records`."""
+    """Moves of `records`, by `table` in the device's memory and `launches` (moves.py). Only a check of the order of
+    accesses (ordering.py) iterates over `records`."""
 
     table: Range
     launches: Sequence[Launch]
@@ -26,12 +26,12 @@ class _Move:
 
     @property
     def staged(self) -> Sequence[Range]:
-        """What it touches of staging."""
+        """The ranges of staging that it touches."""
         return [record.staged for record in self.records]
 
     @property
     def touched(self) -> Sequence[Range]:
-        """What it touches of blocks."""
+        """The ranges of blocks that it touches."""
         return [touched for record in self.records for touched in record.touched()]
 
     def pieces(self, opened: Opened) -> Iterator[tuple[memoryview, memoryview]]:
@@ -65,7 +65,8 @@ class Scatter(_Move):
 
 
 class Gather(_Move):
-    """From blocks into staging. Of a page whose block has only a part, the rest of the staging stays as it is."""
+    """From blocks into staging. If a block has only a part of its page, the rest of that page in staging stays as it
+    is."""
 
     @property
     def reads(self) -> Sequence[Range]:

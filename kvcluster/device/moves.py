@@ -4,7 +4,7 @@ In staging, a record lies in page layout, `[layers, planes, block_tokens, heads,
 blocks have any strides. Of each record, the layers and heads are moved that the memory has and that are to be filled.
 
 The table has the five columns of each geometry, four words for each record, and the numbers of each launch. A kernel
-computes all addresses from it; `Launch.planes` is that computation, and what kernels are held to.
+computes all addresses from it; `Launch.planes` is that computation, and kernels are tested against it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RECORD_WORDS = 4
 
 
 def aligned(nbytes: int) -> int:
-    """Returns the bytes that so many take of staging."""
+    """Returns how many bytes of staging `nbytes` take."""
     return -(-nbytes // ALIGNED) * ALIGNED
 
 
@@ -56,7 +56,7 @@ class StagedRecord:
         return Range(self.address, self.part.layers * self.part.heads * self.geometry.head_bytes)
 
     def touched(self) -> Iterator[Range]:
-        """Yields for each layer and plane of which something is moved the range of the block in which that lies."""
+        """Yields, for each layer and plane of which a part is moved, the range of the block in which that part lies."""
         geometry, moved = self.geometry, self.moved
         if moved is None:
             return
@@ -188,13 +188,13 @@ class Moves(NamedTuple):
 
 
 Known = dict[tuple[int, ...], list[tuple[Numbers, int]]]
-"""Numbers of launches, and what divides all that does not depend on which records they move, by kind of record: the
-same for all tables over the same geometries."""
+"""By kind of record: the numbers of its launches, and the common divisor of all addresses and strides that do not
+depend on which records are moved. The same for all tables over the same geometries."""
 
 
 def moves(records: Sequence[StagedRecord], known: Known) -> Moves:
     """Returns the moves of these records. The table has at most `record_bytes` for each record and `columns_bytes` for
-    each geometry. `known` is added to."""
+    each geometry. Adds to `known`."""
     table = array("q")
     launches: list[Launch] = []
     columns: dict[int, int] = {}
@@ -348,14 +348,14 @@ def _together(n: Numbers, geometry: BlockGeometry) -> Numbers:
 
 
 def _of_rows(unit: int, records: Sequence[StagedRecord]) -> int:
-    """Returns what divides `unit`, and the addresses of these records' blocks if rows are addresses."""
+    """Returns the common divisor of `unit` and, if rows are addresses, of the addresses of these records' blocks."""
     geometry = records[0].geometry
     return math.gcd(unit, *[geometry.rows[record.block] for record in records]) if geometry.page_layout else unit
 
 
 def _unit(n: Numbers, geometry: BlockGeometry) -> int:
-    """Returns what divides all that addresses are sums of, but rows that are addresses, and the bytes that lie
-    together."""
+    """Returns the common divisor of the bytes that lie together and of all terms of an address, except rows that are
+    addresses."""
     steps = [n.staged_layer, n.staged_first, n.staged_plane, n.staged_token, n.staged_head]
     steps += _of_planes(n, geometry.bases)
     if not geometry.page_layout:
@@ -370,7 +370,7 @@ def _unit(n: Numbers, geometry: BlockGeometry) -> int:
 
 
 def _of_planes(n: Numbers, column: array[int]) -> list[int]:
-    """Returns what a column has for the planes of a launch, of all layers."""
+    """Returns a column's entries for the planes of a launch, of all layers."""
     return [
         number for plane in range(n.first_plane, n.first_plane + n.plane_count) for number in column[plane :: n.planes]
     ]

@@ -1,12 +1,12 @@
 """Ordering: which accesses to memory are ordered, whatever order a device carries them out in. It knows ranges, streams
 and events, and neither bytes nor time.
 
-Each stream, and the CPU, is an actor, which counts its steps. A vector clock says for each actor how many of its steps
+Each stream, and the CPU, is an actor, which counts its steps. A vector clock has for each actor how many of its steps
 come before: a step of a stream comes after all earlier ones of the stream, after what the CPU had done when it was
 enqueued, and after the events that the stream waits for. A step of the CPU comes after each event for which `done` has
-returned True.
-Two accesses to one byte, of which one writes, must be ordered; if they are not, some run of the device would read or
-leave other bytes, and `Unordered` names both. (The bookkeeping is that of torch's CUDA sanitizer, over ranges.)
+returned True. Two accesses to one byte, of which one writes, must be ordered; if they are not, some run of the device
+would read or leave other bytes, and `Unordered` names both. (The bookkeeping is that of torch's CUDA sanitizer, over
+ranges.)
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ from kvcluster.memory import checksum
 
 class PoolCopies:
     """A CopyExecutor for one device. It opens a load from memory that the device reads into blocks there, if its
-    records are no larger than a slot, and of a length that a device can verify; those of a pool have to be."""
+    records are no larger than a slot, and of a length that a device can verify; those of a pool must have such a
+    length."""
 
     def __init__(self, staging: DeviceStaging) -> None:
         self._staging = staging
@@ -46,7 +47,7 @@ class PoolCopies:
         aligned = not within or not any((pages.memory.address + offset) % UNIT for offset in set(records.offsets))
         kinds = set(zip(records.nbytes, records.counts, strict=True))
         if not aligned or not all(can_verify(nbytes // layers) for nbytes, layers in kinds):
-            if within:  # nobody else reads it, and what is asked for there can be verified
+            if within:  # no other executor reads a pool, and requests for pools can be verified
                 raise BadBatch("records of a pool lie, or have lengths, where a device cannot verify them")
             return None
         if max(map(add, records.offsets, records.nbytes), default=0) > pages.memory.nbytes:
@@ -95,18 +96,19 @@ class _PoolRun(BatchRun):
         stream = next(self._brings)
         try:
             self._bring(chunk, sums, decodes, stream)
-        finally:  # also if something could not be enqueued: then the slot is free behind what has been
+        finally:  # also after an error: the slot is free once what has been enqueued is done
             self.device.wait(self.stream, self.device.record(stream))
         if move.launches:
             self.device.launch(move, self.stream)
 
     def _bring(self, chunk: Chunk, sums: CopySums, decodes: list[Decode], stream: Stream) -> None:
-        """Has the records come into the slot, verified and decoded, and their verdicts to the CPU."""
+        """Enqueues all that loads the records into the slot, verifies and decodes them, and copies their verdicts to
+        the CPU."""
         device, pinned, memory = self.device, chunk.slot.pinned.range, chunk.slot.memory.range
         device.copy(memory.piece(0, sums.table.nbytes), pinned.piece(0, sums.table.nbytes), stream)
         if isinstance(self._pages, RegisteredMemory):
-            for came, data in self._brought(chunk, self._pages):
-                device.copy(memory.piece(came, data.nbytes), data, stream)
+            for into, data in self._arena_ranges(chunk, self._pages):
+                device.copy(memory.piece(into, data.nbytes), data, stream)
         device.launch(sums, stream)
         nbytes = 8 * len(chunk.places)
         device.copy(pinned.piece(chunk.verdicts, nbytes), memory.piece(chunk.verdicts, nbytes), stream)
@@ -129,22 +131,23 @@ class _PoolRun(BatchRun):
         records, number = self.batch.records, place.record
         nbytes, layers = records.nbytes[number], records.counts[number]
         seed = checksum.first_seed(self.batch.identities[number], records.layers[number], nbytes // layers)
-        came = data = memory.piece(place.came, nbytes)
+        into = data = memory.piece(place.came, nbytes)
         if isinstance(self._pages, DevicePoolMemory):
             data = self._pages.memory.piece(records.offsets[number], nbytes)
-        return SummedRecord(data, came.address, seed, records.sums_of(number), layers_at)
+        return SummedRecord(data, into.address, seed, records.sums_of(number), layers_at)
 
-    def _brought(self, chunk: Chunk, arena: RegisteredMemory) -> Iterator[tuple[int, Range]]:
-        """Yields what is copied of the arena, and where it comes in the slot: records that lie together at once."""
+    def _arena_ranges(self, chunk: Chunk, arena: RegisteredMemory) -> Iterator[tuple[int, Range]]:
+        """Yields each range of the arena to copy, and the offset in the slot to copy it to; adjacent records are one
+        copy."""
         offsets, sizes = self.batch.records.offsets, self.batch.records.nbytes
-        runs: list[list[int]] = []  # where it comes, its offset and bytes
-        for number, came, _ in chunk.places:
+        runs: list[list[int]] = []  # offset in the slot, offset in the arena, bytes
+        for number, into, _ in chunk.places:
             last = runs[-1] if runs else None
-            if last and (came, offsets[number]) == (last[0] + last[2], last[1] + last[2]):
+            if last and (into, offsets[number]) == (last[0] + last[2], last[1] + last[2]):
                 last[2] += sizes[number]
             else:
-                runs.append([came, offsets[number], sizes[number]])
-        for came, offset, nbytes in runs:
+                runs.append([into, offsets[number], sizes[number]])
+        for into, offset, nbytes in runs:
             for data in arena.pieces(offset, nbytes):
-                yield came, data
-                came += data.nbytes
+                yield into, data
+                into += data.nbytes

@@ -101,7 +101,7 @@ class Snapshots:
         return self._taken(blocks, self.device.current(), self._out)
 
     def take_beside(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
-        """As `take`, beside the engine's work: `done` has returned True for what fills these blocks."""
+        """As `take`, beside the engine's work: `done` must have returned True for the work that fills these blocks."""
         return self._taken(blocks, self._beside, self._beside)
 
     def _taken(self, blocks: Sequence[Sequence[int]], stream: Stream | None, out: Stream | None) -> Snapshot | None:
@@ -129,13 +129,13 @@ class Snapshots:
         return Snapshot(self, slot, count, gathered, device.record(out))
 
     def give_back(self, slot: Slot) -> None:
-        """Nothing of it is read or under way any more."""
+        """Takes a slot back, of which nothing is read or under way any more."""
         self._free.put(slot)
 
 
 class Snapshot:
-    """The pages of `count` blocks, once `done` has returned True, until `release`. The blocks are read no more behind
-    the event `gathered`."""
+    """The pages of `count` blocks, once `done` has returned True, until `release`. After the event `gathered` the
+    blocks are not read any more."""
 
     def __init__(self, of: Snapshots, slot: Slot, count: int, gathered: Event, event: Event) -> None:
         self._of = of
@@ -158,7 +158,8 @@ class Snapshot:
             self._views.enter_context(self._slot.pinned.opened(start, stop, writes=False))
 
     def pages(self, group: int, first: int, stop: int) -> list[memoryview]:
-        """Returns the pages of blocks `first` to `stop`, for whom wants their address and does not write them."""
+        """Returns the pages of blocks `first` to `stop`, for callers that need their addresses and do not write to
+        them."""
         moves, address = self._of.moves, self._slot.pinned.range.address + self._of.starts[group]
         step, nbytes = moves.page_bytes[group], moves.exact_bytes[group]
         return [bytes_at(address + at * step, nbytes) for at in range(first, stop)]

@@ -1,14 +1,15 @@
-"""Twin: a device that is meaner than a card, in memory of this process. It proves that what uses a device is ordered.
+"""Twin: a simulated device in memory of this process, less orderly than any GPU. It proves that the users of a device
+wait where they must.
 
-A card carries out work soon, and mostly in the order in which it was enqueued, so a missing wait gives wrong bytes
+A GPU carries out work soon, and mostly in the order in which it was enqueued, so a missing wait gives wrong bytes
 perhaps once in a million runs. The twin delays work, takes any order that streams and events permit, and splits copies
 into pieces; a seed decides. It has no thread: each call of `done` carries out a few pieces of work. New memory and
 memory that was given back contain random bytes.
 
-Its memory is memory files that are mapped twice: at the addresses that everybody sees they cannot be touched, which
-ends the process that tries; the twin works through the other mapping. Twins of one name in different processes are the
-same device: one opens what another shares. Every access is held to the order (ordering.py), so what nothing orders
-raises `Unordered` when it is enqueued or opened, whether or not bytes would have come out wrong.
+Its memory is memory files that are mapped twice. At the addresses that callers see they are protected, and a process
+that touches them ends; the twin works through the other mapping. Twins of one name in different processes are the same
+device: one opens what another shares. Every access is checked for its order (ordering.py): if nothing orders two of
+them, enqueueing or opening the second raises `Unordered`, whether or not it would have given wrong bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _LIBC = ctypes.CDLL(None)
 _ALIGNED = 256
 _PROT_NONE = 0
 _GARBAGE_BYTES = 1 << 20
-"""More memory than this has the same garbage again."""
+"""The random bytes repeat after this many."""
 
 _PIECES_A_QUESTION = 4
 """A call of `done` carries out fewer pieces of work than this."""
@@ -47,7 +48,7 @@ _PIECES_A_QUESTION = 4
 
 @dataclass(eq=False, slots=True)
 class _Mark:
-    """An event: done once its stream has come to it."""
+    """An event: done once its stream has reached it."""
 
     clock: Clock
     done: bool = False
@@ -135,7 +136,7 @@ class Machine:
         queue.popleft()
 
     def stop(self, streams: Iterable[Stream]) -> None:
-        """Has the work of these streams stay where it is, and never be done."""
+        """Stops the work of these streams where it is; it is never done."""
         for stream in streams:
             self._queues[stream] = deque()
 
@@ -157,7 +158,7 @@ class Machine:
         return None
 
     def register(self, memory: Range) -> None:
-        """Has work read memory of this process. Others write there at any time, so nothing is held to an order."""
+        """Lets work read memory of this process. Others write there at any time, so no order is checked."""
         self._pinned[memory.address] = bytes_at(*memory).toreadonly()
 
     def unregister(self, memory: Range) -> None:
@@ -197,11 +198,11 @@ class PinnedRange:
 
 
 class _Mapped:
-    """A memory file, mapped twice: `seen` at the addresses that everybody sees, where it cannot be touched, and `alias`
-    for the twin's own work."""
+    """A memory file, mapped twice: `seen` at the addresses that callers see, where it is protected, and `alias` for the
+    twin's own work."""
 
     def __init__(self, file: int, nbytes: int, *, writable: bool = True) -> None:
-        self._seen = memoryview(mmap.mmap(file, nbytes, access=mmap.ACCESS_COPY))  # whose address Python tells
+        self._seen = memoryview(mmap.mmap(file, nbytes, access=mmap.ACCESS_COPY))  # its address can be read
         self.alias = memoryview(mmap.mmap(file, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
         self.range = Range(address_of(self._seen), nbytes)
         assert not _LIBC.mprotect(ctypes.c_void_p(self.range.address), ctypes.c_size_t(nbytes), _PROT_NONE)
@@ -258,7 +259,7 @@ class TwinShared(TwinMemory):
 
 
 def _locked(method: Callable[Concatenate[Twin, P], R]) -> Callable[Concatenate[Twin, P], R]:
-    """A method that has the machine for itself."""
+    """Makes a method hold the machine's lock."""
 
     @wraps(method)
     def locked(twin: Twin, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -347,7 +348,7 @@ class Twin:
                 spoil(mapped.bytes(memory), self.machine.rng)
 
     def _take(self, nbytes: int) -> int:
-        """Takes so many bytes of the device, and returns where its own begin. They are never handed out again."""
+        """Takes so many bytes of the device, and returns their first address. No later call returns these addresses."""
         if self._used + nbytes > self._nbytes:
             raise NoMemory(f"{self.name} has {self._nbytes - self._used} bytes left, not {nbytes}")
         at = self._used
@@ -463,7 +464,7 @@ class Twin:
 
 
 def spoil(memory: memoryview, rng: Random) -> None:
-    """Fills memory with garbage: what lies there by chance is never what was to be written."""
+    """Fills memory with random bytes, so that it never has by chance what was to be written."""
     garbage = rng.randbytes(min(memory.nbytes, _GARBAGE_BYTES))
     for start in range(0, memory.nbytes, _GARBAGE_BYTES):
         piece = memory[start : start + _GARBAGE_BYTES]
@@ -472,7 +473,7 @@ def spoil(memory: memoryview, rng: Random) -> None:
 
 @contextmanager
 def _no_memory(what: str) -> Iterator[None]:
-    """Raises NoMemory in place of what the system and Python say of memory that they do not give."""
+    """Raises NoMemory in place of the errors with which the system and Python refuse memory."""
     try:
         yield
     except (OSError, OverflowError, ValueError) as error:
@@ -480,7 +481,7 @@ def _no_memory(what: str) -> Iterator[None]:
 
 
 def _memory_file(name: str, nbytes: int) -> int:
-    """Returns a new memory file of that size for good: who has mapped it cannot have it cut off."""
+    """Returns a new memory file whose size is fixed: it cannot be truncated while it is mapped."""
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, nbytes)
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

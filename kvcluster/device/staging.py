@@ -14,14 +14,14 @@ from kvcluster.device.device import Allocation, Device, Event, NoMemory, PinnedM
 from kvcluster.device.moves import ALIGNED
 
 TABLE_BYTES = 128 << 10
-"""What the table of the moves of a slot may take."""
+"""The most bytes that the table of the moves of a slot may take."""
 
 SLOT_BYTES = (32 << 20) + TABLE_BYTES
 """Sixteen pages of a model of 8B, and the table of their moves. A link of 55 GB/s takes 600 us for them, in which
 Python has to be done with the next ones."""
 
 _PAUSE_S = 50e-6
-"""Between two questions whether an event is done."""
+"""How often an event is polled."""
 
 
 class Slot(NamedTuple):
@@ -59,7 +59,7 @@ class DeviceStaging:
             return None
 
     def give_back(self, slot: Slot) -> None:
-        """Nothing of the slot is under way any more."""
+        """Takes a slot back, with which no work is under way any more."""
         self._free.put(slot)
 
 

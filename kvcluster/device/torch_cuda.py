@@ -33,8 +33,9 @@ _BUILT: set[tuple[int, Group, int, int]] = set()
 
 
 def reach(index: int, group: Group, block_tokens: int, heads: int) -> str:
-    """Has DEVICES know CUDA device `index` of torch, with staging of `DEVICES.staging_bytes`, and all kernels for pages
-    of this group loaded. Returns why it cannot be used, or ""; that of the first call holds for the process."""
+    """Adds CUDA device `index` of torch to DEVICES, with staging of `DEVICES.staging_bytes`, and loads all kernels for
+    pages of this group. Returns why the device cannot be used, or ""; the answer of the first call holds for the
+    process."""
     with _LOCK:
         if index not in _TRIED:
             _TRIED[index] = _opened(index)
@@ -96,7 +97,8 @@ def on_stream(index: int, enqueue: Callable[[Any], None]) -> Enqueue:
 
 
 def _reason(error: Exception) -> str:
-    """Says why a device cannot be used. A driver, a compiler and Triton fail in many ways, and none is the caller's."""
+    """Returns why a device cannot be used. A driver, a compiler and Triton fail in many ways, and none is the
+    caller's."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -112,7 +114,7 @@ def _slot_bytes() -> int:
 
 @contextmanager
 def _cache() -> Iterator[None]:
-    """Has Triton keep what it compiles in a folder of ours; where none can be written, for this time alone."""
+    """Makes Triton keep what it compiles in a folder of ours; where that cannot be written, in a temporary folder."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory(prefix="kvcluster-") as instead, knobs.cache.scope():

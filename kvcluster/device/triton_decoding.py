@@ -34,7 +34,7 @@ def enqueue(kernel: Decode, device: torch.device) -> None:
 
 def build(group: Group, block_tokens: int, heads: int, device: torch.device) -> None:
     """Compiles what decodes pages of a group with so many heads, or takes it from Triton's cache, and loads it, by
-    decoding one layer for nothing on the current stream."""
+    decoding one layer on the current stream and ignoring the result."""
     for codec in (Codec.Q8, Codec.Q4):
         sizes = (layer_bytes(each, group, block_tokens=block_tokens, heads=heads) for each in (codec, Codec.RAW))
         coded, raw = (torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes)

@@ -92,7 +92,7 @@ VARIANTS = {
     for scatters in (False, True)
     for unit, shape in ((16, "narrow"), (16, "wide"), (8, "narrow"), (4, "narrow"), (2, "narrow"), (1, "narrow"))
 }
-"""All that can be asked for."""
+"""All variants that a launch may need."""
 
 
 _WARPS = 4

@@ -27,7 +27,7 @@ HASHED_BYTES = 1_024
 """A block of XXH3. What it adds to the hash does not depend on what comes before it."""
 
 LANES_BYTES = 64
-"""XXH3's state: what a block adds has as much."""
+"""Bytes of XXH3's state, and of what a block adds to it."""
 
 _SECRET = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
@@ -146,7 +146,7 @@ def _blocks(layer_bytes: int) -> int:
 @dataclass(frozen=True, slots=True)
 class CopySums:
     """Copies records, and compares what it has written with their sums: by `table`, in which CONSTANTS begin at word
-    `constants`, and `launches`. Only who judges the order goes through `records`."""
+    `constants`, and `launches`. Only a check of the order of accesses (ordering.py) iterates over `records`."""
 
     table: Range
     constants: int

@@ -12,7 +12,7 @@ them counts as if it had been used at the first of them.
 
 Counts age besides: they halve for each HALF_LIFE_NS for which a block is not used, as TinyLFU halves its own (G.
 Einziger, R. Friedman, B. Manes, "TinyLFU", ACM TOS 2017). Otherwise a prompt of yesterday with many uses would stay
-until the cache has turned over as often. This makes a score fall while time passes.
+until the cache has turned over as often. Halving makes a score fall as time passes.
 """
 
 from __future__ import annotations

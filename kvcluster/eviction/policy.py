@@ -35,8 +35,7 @@ class Facts(Protocol):
 
     def recompute(self, block: Block) -> int:
         """Returns the cost of computing the block again, in thousandths of a token-layer
-        (core/coordinator/block_facts.py). At
-        least 1."""
+        (core/coordinator/block_facts.py). At least 1."""
 
     def tenant(self, block: Block) -> str:
         """Returns the tenant of the block."""

@@ -1,7 +1,7 @@
 """The hosts of one cluster in one process: the real cores, drivers, arenas and sessions.
 
-Messages are handed over as objects, and pages by the memory transport, also from shard to shard. Who owns a set of
-hosts decides when they start and end, and what follows when one ends by itself: `coordinator_left` and `shard_left`.
+Messages are handed over as objects, and pages by the memory transport, also from shard to shard. The owner of a set of
+hosts decides when they start and end, and what is done when one ends by itself: `coordinator_left` and `shard_left`.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ class _Port:
             self._hosts.calls.took(type(question).__name__, time.monotonic() - began)
 
     def cut_off(self) -> None:
-        """Does nothing: answers of the same process come soon."""
+        """Does nothing: answers of the same process arrive soon."""
 
     def close(self) -> None:
         """Does nothing: the port holds no resources."""
 
 
 class InProcessHosts:
-    """A coordinator and shards, which can be started and stopped one by one. `calls` has how long the coordinator took
-    for each question."""
+    """A coordinator and shards, which can be started and stopped one by one. `calls` holds how long the coordinator
+    took for each question."""
 
     def __init__(self, config: Config, *, place: str = "") -> None:
-        """`place`: where the shards say that they run, by default on this machine."""
+        """`place`: the host that the shards report, by default this machine."""
         self.config = config
         self._place = place or here()
         self.calls = CallMetrics(COORDINATOR)

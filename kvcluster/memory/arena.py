@@ -1,15 +1,16 @@
 """Arena: the memory of a shard's addressable tiers, each of which has a region of it. It owns the bytes and knows
 nothing of pages.
 
-One mapping, made once and populated at once if the platform supports it: copying into unpopulated memory is several
-times slower, and a pool that does not fit should fail at the start, not under load. It begins at a page boundary of
-the system, so that the allocator's aligned offsets are aligned addresses. The allocator decides how ranges are used.
+It is one mapping, made once and populated at once if the platform supports it: copying into unpopulated memory is
+several times slower, and a pool that does not fit should fail at the start, not under load. It begins at a page
+boundary of the system, so that the allocator's aligned offsets are aligned addresses. The allocator decides how ranges
+are used.
 
 If the system has memory files (memfd), the memory is one: it has no name and lies in no directory, other processes of
-this host map it by a descriptor that they receive (region.py), and it is freed with the last of them. Its size is
-sealed, so that it cannot shrink under a process that maps it. Otherwise it is private to this process.
+this host map it by a descriptor that they receive (region.py), and it is freed when the last of them has closed it. Its
+size is sealed, so that it cannot shrink under a process that maps it. Otherwise it is private to this process.
 
-A staging buffer: private memory that bytes pass through, small enough that they stay in the CPU cache.
+`Staging` is a buffer: private memory that bytes pass through, small enough that they stay in the CPU cache.
 """
 
 from __future__ import annotations

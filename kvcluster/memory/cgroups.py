@@ -1,7 +1,7 @@
 """The memory limit of the control group that this process runs in, and of those above it (cgroups(7), v1 and v2).
 
 A container that shares its host's namespace of groups, a systemd service with MemoryMax, and a group within a container
-all lie below the root of what is mounted; whichever limit on the way up is the smallest kills.
+all lie below the root of what is mounted; the smallest limit on the way up is the one that kills.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ The writer makes the sums. Every reader checks them over its private copy, with 
 *it* asked for; no data from the other side enters an identity. So bytes that are torn, corrupt, shifted by a layer, in
 another codec, or of another block, part, model or tenant do not verify.
 
-Why a seed binds the fields as well as hashing them with the bytes would: XXH3 adds its seed to, and
-subtracts it from, the secret that every lane of input is mixed with before it is multiplied, so each seed is
-another hash function, and the same bytes under two seeds agree no more often than by chance, 2**-64. Different
-fields get different seeds. Identities are hashes of fixed-width fields, so two pages have the same
-seed with that same chance. Within one page, layers of one length never do, because multiplying by an odd
-number is a bijection; and layers of two lengths are told apart by XXH3 itself, which hashes the length too.
-A and B are large and irregular, so that no small difference of the bytes undoes a difference of seeds, even
-in layers of a few bytes where XXH3 mixes little. Hashing a header with the bytes would need a copy of them
-or a streaming hash, several calls per layer; two multiplications are negligible beside the one call that is needed.
+A seed binds the fields as well as hashing them with the bytes would. XXH3 adds its seed to, and subtracts it from, the
+secret that every lane of input is mixed with before it is multiplied, so each seed is another hash function, and the
+same bytes under two seeds agree no more often than by chance, 2**-64. Different fields get different seeds. Identities
+are hashes of fixed-width fields, so two pages have the same seed with that same chance. Within one page, layers of one
+length never do, because multiplying by an odd number is a bijection; and XXH3 itself distinguishes layers of two
+lengths, since it hashes the length too. A and B are large and irregular, so that no small difference of the bytes
+undoes a difference of seeds, even in layers of a few bytes where XXH3 mixes little. Hashing a header with the bytes
+would need a copy of them or a streaming hash, several calls per layer; two multiplications are negligible beside the
+one call that is needed.
 
 This guards against accidents. It is not a signature: access to pages is controlled by credentials.
 """

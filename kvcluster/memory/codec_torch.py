@@ -33,10 +33,10 @@ class TorchCoder:
         raw, coded = _tensor(data).view(layers, -1), _tensor(into).view(layers, -1)
         at = to = 0
         for plane in self._planes:
-            came = plane.encode(raw[:, at : at + plane.raw_bytes])
-            if came is None:
+            encoded = plane.encode(raw[:, at : at + plane.raw_bytes])
+            if encoded is None:
                 return False
-            coded[:, to : to + plane.coded_bytes] = came
+            coded[:, to : to + plane.coded_bytes] = encoded
             at, to = at + plane.raw_bytes, to + plane.coded_bytes
         return True
 

@@ -1,6 +1,6 @@
 """q8 and q4 on GPUs, for pages that lie in a GPU's memory: which kernel of triton_kernels.py works on which plane.
 
-Triton comes with torch for GPUs, and only a process that has it imports this module.
+Triton is installed with torch for GPUs; only a process that has it imports this module.
 """
 
 from __future__ import annotations

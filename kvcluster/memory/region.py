@@ -1,4 +1,4 @@
-"""Region: a contiguous range of memory of one kind, and what may read and write it.
+"""Regions: contiguous ranges of memory of one kind, and what may read and write them.
 
 Arenas, mappings of another process's arena, staging buffers, and the sources and destinations of loads and stores are
 regions. A copy names ranges in two regions as (offset, nbytes). Their kinds decide what executes it: the CPU if both
@@ -15,21 +15,16 @@ A region orders nothing: the code that submits a copy keeps others off its range
 nothing of pages and leases: the core (core/shard/pool.py, core/shard/leases.py) decides which range belongs to which
 holder.
 
-Mapping: another process's arena, as a region of this process. It owns addresses and knows nothing of pages, leases
-or sockets.
-
-It lives as long as something refers to it or to a view of it, and keeps no descriptor: this process's mapping goes with
-the last view. A view stays readable as long as it exists, even if the other process has ended; whether its content is
-still that of the page depends on the lease.
-
-Nothing of it is in this process's page tables at first. Before a range is written, `populate` adds it by a few calls of
-the kernel: otherwise each page of the system costs a fault, and a copy into it takes six times as long. Reading needs
-no such call: a fault of a read adds sixteen pages at once.
-
-A forked child does not inherit the mapping: only the process that was granted a page may write it. The child must not
+A `Mapping` is another process's arena, as a region of this process. It owns addresses and knows nothing of pages,
+leases or sockets. It lives as long as something refers to it or to a view of it, and keeps no descriptor: the mapping
+is removed with the last view. A view stays readable as long as it exists, even if the other process has ended; whether
+its content is still that of the page depends on the lease. At first no part of it is in this process's page tables.
+Before a range is written, `populate` adds it by a few system calls: otherwise each page of the system costs a fault,
+and a copy into it takes six times as long. Reading needs no such call: a fault of a read adds sixteen pages at once. A
+forked child does not inherit the mapping: only the process that was granted a page may write it. The child must not
 touch views that it inherits.
 
-The bytes of pages, whatever memory they are in.
+`PageBytes` reads and fills the bytes of pages, whatever memory they are in.
 """
 
 from __future__ import annotations
@@ -218,8 +213,8 @@ _LIBC = _load()
 class PageBytes(Protocol):
     """Reads and fills pages in memory that the CPU may address or not.
 
-    Where it does, both give the memory itself; where it does not, a copy. Who reads a page holds a pin on it, and who
-    fills one is its only writer.
+    If it does, both give the memory itself, otherwise a copy. A caller that reads a page holds a pin on it; one that
+    fills a page is its only writer.
     """
 
     def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:

@@ -1,6 +1,6 @@
 """The Triton kernels of q8 and q4: the steps of codec_torch.py, with the same bytes.
 
-Three things make the bytes equal. No product is fused with a sum (the launch says `enable_fp_fusion=False`). Division
+Three things make the bytes equal. No product is fused with a sum (the launch sets `enable_fp_fusion=False`). Division
 is correctly rounded (`div_rn`); Triton 3.4 flushes denormals there, which changes nothing, since so small a range has
 the scale 0 or the smallest one either way. And bfloat16 is read and written as its bits: Triton's interpreter, which
 the tests use to compare the kernels with the reference on a CPU, truncates instead of rounding (docs/adr/0024).

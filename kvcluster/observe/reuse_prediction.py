@@ -2,26 +2,26 @@
 
 An engine in observe mode notes each request: its block hashes, how many leading blocks its own cache had, and when
 their KV was computed (observe/trace_file.py). `predict` replays the requests of several engines in order of time over
-one LRU stack (ChainStack): a lookup finds the blocks that were computed before it, by any engine, and a block is
-used whenever a request that has it is computed. So a request that computes what another one is still computing finds
+one LRU stack (ChainStack): a lookup finds the blocks that were computed before it, by any engine, and a block is used
+whenever a request that has it is computed. So a request that computes what another one is still computing finds
 nothing, as in a real cluster. `outcome` then applies a capacity and the break-even rule of the connectors
 (breakeven.py).
 
 Not in the model: the fraction of a second until a stored block can be found, failed loads, pins, copies, and the
 eviction policy's preferences beyond LRU.
 
-LRU stack distances of blocks that come in chains: how large a cache would have to be to still hold each of them.
-
-The distance of a block is its place in the order of last use, counted from 1. An LRU cache of n blocks holds exactly
-the blocks of distance n or less, so one pass over a trace gives the hits of every capacity (Mattson, Gecsei, Slutz and
+`ChainStack` computes the LRU stack distance of each block: how large a cache would have to be to still hold it. The
+distance is the block's place in the order of last use, counted from 1. An LRU cache of n blocks holds exactly the
+blocks of distance n or less, so one pass over a trace gives the hits of every capacity (Mattson, Gecsei, Slutz and
 Traiger, Evaluation techniques for storage hierarchies, IBM Systems Journal, 1970). The blocks that were used more
 recently than a given one are counted in a tree of partial sums (Fenwick, 1994), as Bennett and Kruskal (LRU stack
 processing, 1975) did.
 
-A chain is used as a whole, and its root counts as its most recently used block: a cache evicts leaves before roots. So
-of the blocks that one use touched, those that no later use has touched are always the end of its chain, and their
-distances are consecutive numbers. The tree therefore has a cell for each use and not for each block, and a request
-costs as many steps in it as its chain has runs of blocks that were last used together, which are few.
+Blocks form chains. A chain is used as a whole, and its root counts as its most recently used block: a cache evicts
+leaves before roots. So of the blocks that one use touched, those that no later use has touched are always the end of
+its chain, and their distances are consecutive numbers. The tree therefore has a cell for each use and not for each
+block, and a request costs as many steps in it as its chain has runs of blocks that were last used together, which are
+few.
 
 That holds where a hash always follows the same hashes. If two chains share a hash by accident, some distances are too
 large, and nothing else goes wrong.

@@ -159,7 +159,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _read_file(path: Path, traces: dict[str, EngineTrace]) -> bool:
-    """Adds what a file says to the trace of its header's id. Returns False if it has no header."""
+    """Adds the lines of a file to the trace of its header's id. Returns False if it has no header."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -195,7 +195,7 @@ def _header(line: bytes) -> TraceHeader | None:
 
 
 def _take(line: bytes, trace: EngineTrace) -> bool:
-    """Adds what a line says to the trace. Returns False if it cannot be read."""
+    """Adds the content of a line to the trace. Returns False if it cannot be read."""
     given = _parsed(line)
     try:
         match given:

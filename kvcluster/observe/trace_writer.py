@@ -4,8 +4,8 @@ The engine's threads only append to a bounded list. Everything else happens on t
 writing. That thread gives way to the engine's: it works in small pieces and sleeps in between, since a thread that
 computes keeps Python's interpreter lock for milliseconds at a time.
 
-Whatever fails (an unwritable folder, a full disk, a mistake of ours) is counted, told once, and has no other effect.
-After a failed write the writer tries again after RETRY_S; what comes meanwhile is dropped.
+Whatever fails (an unwritable folder, a full disk, a mistake of ours) is counted, reported once, and has no other
+effect. After a failed write the writer tries again after RETRY_S; lines that are added meanwhile are dropped.
 
 A file and its older half take `limit_bytes`; a folder keeps the newest files (core/limits.py), and a new writer removes
 older ones.

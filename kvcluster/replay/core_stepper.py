@@ -1,17 +1,16 @@
 """Steps a core for a test world: numbers the questions, and passes each answer to the caller that asked.
 
-Every world that drives a `Coordinator` or a `Shard` is built on this class: the simulator, the transcripts, the trace
-benchmark, and the unit tests' lone shard and lone coordinator. It knows neither the time nor a network. A subclass
-provides the time, performs the effects that are not answers, and may look at each step.
+Every world that drives a `Coordinator` or a `Shard` is built on `CoreStepper`: the simulator, the transcripts, the
+trace benchmark, and the unit tests' lone shard and lone coordinator. It knows neither the time nor a network. A
+subclass provides the time, performs the effects that are not answers, and may look at each step.
 
 Invariant: a question is answered at most once, and `unanswered` counts the questions that still wait. A second answer,
 or one to a question that was never asked, raises AssertionError.
 
-A process of the kernel that runs a core, as `runtime/driver.py` does: mailbox, step, effects, and ticks when due.
-
-A message is stepped when it arrives. After each step the timer is set to the core's next deadline. A process that was
-stalled (`stop`, `resume`) steps the messages that arrived meanwhile before any deadline is judged; if it woke later
-than `stall_ns` after its deadline, it steps `Stalled` before the next tick.
+`CoreProcess` is a process of the kernel that runs a core, as `runtime/driver.py` does: mailbox, step, effects, and
+ticks when due. A message is stepped when it arrives. After each step the timer is set to the core's next deadline. A
+process that was stalled (`stop`, `resume`) steps the messages that arrived meanwhile before any deadline is judged; if
+it woke later than `stall_ns` after its deadline, it steps `Stalled` before the next tick.
 """
 
 from __future__ import annotations

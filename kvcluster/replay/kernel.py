@@ -21,7 +21,7 @@ MOST_AT_ONCE = 100_000
 """The limit of events that `Kernel.settle` runs in one instant: beyond it, processes answer one another without end."""
 
 TIMED_OUT = object()
-"""What a script is sent if nothing came in time."""
+"""What a script is sent if nothing arrived in time."""
 
 
 class Promise:
@@ -132,7 +132,7 @@ class Process:
         return self.clock.read(self.kernel.now)
 
     def start(self, script: Script) -> Promise:
-        """Starts a script; the returned promise brings its result."""
+        """Starts a script; the returned promise is fulfilled with its result."""
         done = Promise()
         _Task(self, script, done).go_on(None)
         return done
@@ -156,7 +156,7 @@ class Process:
             act(*arguments)
 
     def kill(self) -> None:
-        """Kills the process; other processes are not told."""
+        """Kills the process; other processes are not notified."""
         self.running = self.stopped = False
         self.backlog.clear()
 

@@ -1,12 +1,12 @@
-"""The replay: each request loads the cached prefix of its prompt and stores the rest, once for each row.
+"""Replays a trace of requests: each request loads the cached prefix of its prompt and stores the rest, once for each
+row.
+
+A trace has the form that Mooncake publishes: one JSON object a line, in order of time. `timestamp` is in milliseconds;
+`hash_ids` names the blocks of the prompt, a chain from its first block on: an id always follows the same ids. Other
+fields of a line are ignored.
 
 A row is a setting of the tiers. The host tier has the same size in all rows that have one; they differ in the number of
 blocks that its codec fits into it. Every figure is a count, so results are the same on every machine.
-
-Request traces in the form that Mooncake publishes: one JSON object a line, in order of time.
-
-`timestamp` is in milliseconds; `hash_ids` names the blocks of the prompt, a chain from its first block on: an id always
-follows the same ids. Other fields of a line are ignored.
 """
 
 from __future__ import annotations

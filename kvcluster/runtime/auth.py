@@ -3,14 +3,13 @@
 A token file has one line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
 begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
 bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
-of its own tenant only. The file is read again when it changes. The actors of a cluster authenticate to
-one another with a secret of their own, which stands for no tenant.
+of its own tenant only. The actors of a cluster authenticate to one another with a secret of their own, which stands for
+no tenant.
 
-A token file that is read again when it changes, so that tokens are added and revoked while the cluster runs.
-
-The file is looked at when a caller is to be authenticated, at most once in LOOK_S. A file that has become unusable
-changes nothing: the tokens that it had stay valid until it can be used again. Processes that share one file thus agree
-within LOOK_S after each change, and one that restarts meanwhile says why it admits no client.
+The file is read again when it changes, so that tokens are added and revoked while the cluster runs. It is looked at
+when a caller is to be authenticated, at most once in LOOK_S. A file that has become unusable changes nothing: the
+tokens that it had stay valid until it can be used again. Processes that share one file thus agree within LOOK_S after
+each change. One that restarts while the file is unusable admits no client, and reports why.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class TokenFile:
     """The tokens of one file.
 
     `one_tenant`: the file may name one tenant only, if it did at first. Where workers map memory that holds the pages
-    of all, a second tenant needs a restart without that.
+    of all tenants, a second tenant needs a restart without that mapping.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class TokenFile:
         must_exist: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError if the file cannot be used now, unless it need not exist (`must_exist`) because a process
-        restarts that must serve the rest of the cluster in any case."""
+        """Raises ConfigError if the file cannot be used now. `must_exist` is False for a process that restarts and has
+        to serve the rest of the cluster in any case: then nothing is raised."""
         self._path = path
         self._one_tenant = one_tenant
         self._clock = clock

@@ -4,12 +4,12 @@ Compute takes a processor for milliseconds, loads only while they copy. So compu
 niced: loads, stores and the core go before them. The jobs are bounded, by shares of tenants; one more is
 declined at once, and its worker loads the pages instead. A job that is still waiting at its deadline never runs.
 
-At most `threads` jobs compute at once, and tenants take turns at that (ComputeTurns): not by whole jobs, which may
-take seconds, but by pieces of them. Between two pieces a job calls `ComputeTurn.give_way`, in which it pauses while
+At most `threads` jobs compute at once, and tenants take turns at that (ComputeTurns): not after whole jobs, which may
+take seconds, but after pieces of them. Between two pieces a job calls `ComputeTurn.give_way`, in which it pauses while
 another tenant is to compute. A job that pauses keeps its thread, so there may be more threads than compute, but no more
 than jobs.
 
-A job's exceptions are those of its caller, which waits for it on another thread.
+An exception of a job is raised in its caller, which waits for the job on another thread.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from kvcluster.transport.thread_start import start_thread
 T = TypeVar("T")
 
 NICENESS = 10
-"""About a tenth of a processor, where loads want all of it."""
+"""Niceness of the compute threads: about a tenth of a processor while loads want all of it."""
 
 _LOOK_UP_S = 0.02
-"""How often a job that pauses looks after what it holds: a lease is at least five times as long (lease_ttl_ms)."""
+"""How often a paused job looks after what it holds (`meanwhile`): a lease is at least five times as long
+(lease_ttl_ms)."""
 
 
 class _Job(Generic[T]):
@@ -138,7 +139,7 @@ class ComputePool:
     # ------------------------------------------------------------------------------------- under the lock
 
     def _dispatch(self) -> None:
-        """Has as many jobs compute as may."""
+        """Lets as many jobs compute as may."""
         while self._started and not self._closed and self._computing < self._most:
             tenant = self._turns.next_of({**self._paused, **self._waiting})
             if tenant is None:
@@ -172,7 +173,7 @@ class ComputePool:
         job.since = now
 
     def _stop(self, job: _Job[Any]) -> None:
-        """The job computes no more for now."""
+        """Records that the job does not compute for now."""
         self._account(job)
         job.go.clear()
         self._computing -= 1
@@ -191,7 +192,7 @@ class ComputePool:
     # ------------------------------------------------------------------------------------------- threads
 
     def _withdraw(self, job: _Job[Any]) -> None:
-        """The deadline of a job has come: ends it if it has not begun."""
+        """Called at the deadline of a job: ends it if it has not begun."""
         with self._lock:
             if job in self._waiting.get(job.tenant, ()):
                 self._remove(job, Unavailable(Miss(MissReason.DEADLINE, "it waited for a thread until then")))
@@ -277,9 +278,7 @@ def _ending() -> Unavailable:
 
 
 class ComputeTurns:
-    """The seconds that each tenant has computed.
-
-    Which tenant computes next: of those that want to, the one that has computed least.
+    """Decides which tenant computes next: of those that want to, the one that has computed for the fewest seconds.
 
     A tenant that has not computed for a while starts with no more credit than the least of those that have: it
     cannot save up time. So tenants that always want to compute get equal shares of it, whatever their computes are
@@ -292,14 +291,14 @@ class ComputeTurns:
         self._active: dict[Tenant, int] = {}  # computes that wait or are under way
 
     def enter(self, tenant: Tenant) -> None:
-        """The tenant has one compute more."""
+        """Records that the tenant has one more compute."""
         if tenant not in self._active:
             least = min((self._spent[other] for other in self._active), default=0.0)
             self._spent[tenant] = max(self._spent.get(tenant, 0.0), least)
         self._active[tenant] = self._active.get(tenant, 0) + 1
 
     def leave(self, tenant: Tenant) -> None:
-        """One of its computes has ended."""
+        """Records that one of its computes has ended."""
         left = self._active[tenant] - 1
         if left:
             self._active[tenant] = left

@@ -94,7 +94,7 @@ class CoordinatorHost:
         published."""
         if self.publisher is not None:
             self.publisher.start()
-        # No shard could report until now: an actor that waits for its port must not begin when its grace is over.
+        # No shard could report until now: the time that this actor waited for its port must not count as grace.
         self._driver.tell(Stalled(time.monotonic_ns() - self._made))
         self._driver.start()
 
@@ -161,7 +161,7 @@ class CoordinatorHost:
 
 
 def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> CoordinatorFigures:
-    """Returns what is told of a coordinator for a scrape; with `tenants` also of each tenant."""
+    """Returns the figures of a coordinator for a scrape; with `tenants` also those of each tenant."""
     return CoordinatorFigures(
         core.status(now),
         core.state.missed_tokens,

@@ -88,8 +88,8 @@ class DevicePool:
 
     @property
     def failed(self) -> str:
-        """As TierStore. Asks the device, which tells of an error only who calls it: otherwise the pages of one that has
-        failed would be promised to readers until one of them is moved."""
+        """As TierStore. Asks the device, which reports an error only to a caller: otherwise the pages of a failed
+        device would be promised to readers until one of them is moved."""
         if not self._failed and not self._closed:
             try:
                 self._device.done(self._asked)
@@ -134,7 +134,7 @@ class DevicePool:
         self._write(move.target.offset, data)
 
     def erase(self, order: Erase) -> None:
-        """The pool ends with its process, so nothing comes back."""
+        """Does nothing: the pool ends with its process, so nothing can be recovered."""
 
     def close(self) -> None:
         """Gives the memory back. No other call is under way."""
@@ -154,8 +154,8 @@ class DevicePool:
             for at, piece in _pieces(into, pinned.range.nbytes):
                 there = self._memory.range.piece(offset + at, piece.nbytes)
                 self._copied(pinned.range.piece(0, piece.nbytes), there, stream)
-                with pinned.opened(0, piece.nbytes, writes=False) as came:
-                    piece[:] = came
+                with pinned.opened(0, piece.nbytes, writes=False) as arrived:
+                    piece[:] = arrived
 
     def _write(self, offset: int, data: memoryview) -> None:
         with self._slot() as (pinned, stream):
@@ -172,8 +172,8 @@ class DevicePool:
 
     @contextmanager
     def _slot(self) -> Iterator[_Slot]:
-        """Lends a slot, of which nothing is under way. Raises Unavailable if the shard is ending, and OSError if the
-        device has failed: it begins nothing more, so a slot that it still works with is not used again either."""
+        """Lends a slot on which no copy is under way. Raises Unavailable if the shard is ending, and OSError if the
+        device has failed: after that no copy begins, so a slot that the device may still use is not used again."""
         if self._closed:
             raise Unavailable(Miss(MissReason.SHARD_LOST, "the shard is ending"))
         slot = self._slots.get()

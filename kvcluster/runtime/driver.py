@@ -1,10 +1,11 @@
 """The driver: mailbox -> step -> effects, for a core that has neither threads nor a clock.
 
 Any thread may ask. A message goes into the mailbox, and the thread that gets the lock steps every message in it, so
-that a question which the core answers at once costs no thread switch. Tenants take turns (tenant_turns.py), but for
-what returns a lease: if that were given up because the tenant is busy, its pages would never be free again.
+that a question which the core answers at once costs no thread switch. Tenants take turns (tenant_turns.py), except for
+messages that return a lease: if one were dropped because the tenant is busy, the pages of its lease would never be
+freed.
 
-One timer thread steps a Tick when the core's next deadline has come. Messages that have arrived are stepped before a
+One timer thread steps a Tick when the core's next deadline has passed. Messages that have arrived are stepped before a
 deadline is judged; if the timer thread itself woke late by more than `stall_ns`, the process was stalled, and the core
 gets Stalled before the Tick.
 
@@ -48,7 +49,7 @@ class StateMachine(Protocol[MessageT_contra]):
 
 
 class _Waiter:
-    """A caller whose answer comes in a later step."""
+    """A caller that is answered in a later step."""
 
     __slots__ = ("event", "reply")
 
@@ -58,12 +59,12 @@ class _Waiter:
 
 
 def _tenant_of(message: object) -> Tenant:
-    """Returns the tenant that asks; that of the cluster for what is no question of a tenant."""
+    """Returns the tenant that asks; CLUSTER for a message that is not a tenant's question."""
     return message.tenant if isinstance(message, Request) else CLUSTER
 
 
 def _turn_of(message: object) -> Tenant:
-    """Returns the tenant whose turn the message waits for; that of the cluster if for none."""
+    """Returns the tenant whose turn the message waits for; CLUSTER if it waits for no turn."""
     ends_lease = isinstance(message, Request) and isinstance(message.question, Abort | Commit | Unpin)
     return CLUSTER if ends_lease else _tenant_of(message)
 
@@ -124,8 +125,8 @@ class Driver(Generic[M]):
         until the message is stepped: of each tenant one decoded message is in memory at a time. What it raises is
         raised.
 
-        Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending. What
-        returns a lease is stepped even if `wait_s` is over.
+        Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending. A
+        message that returns a lease is stepped even if `wait_s` is over.
         """
         call = CallId(next(self._calls))
         give_up = time.monotonic() + wait_s
@@ -166,7 +167,7 @@ class Driver(Generic[M]):
     @contextmanager
     def decoding(self, tenant: Tenant, wait_s: float) -> Iterator[None]:
         """Within the context, one of the tenant's messages is decoded in its turn: Python does nothing else meanwhile.
-        Raises Unavailable(DEADLINE) if the turn does not come within `wait_s`."""
+        Raises Unavailable(DEADLINE) if the turn does not begin within `wait_s`."""
         with self._turns.of(tenant, wait_s), self._turns.decoding(tenant):
             yield
 

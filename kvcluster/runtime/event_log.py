@@ -1,9 +1,8 @@
-"""The log of published KV events: the sequence numbers of each topic, and the last batches, for subscribers that missed
-some.
+"""The log of published KV events: the sequence numbers of each topic, and the last batches, which can be replayed.
 
 Pure: it takes effects of the core and returns batches, and knows neither sockets nor clocks. A topic is in one of two
-states. *New*: no batch of it was published yet, or some of its events were lost; its next batch says AllBlocksCleared,
-so that a subscriber that ignores sequence numbers starts from scratch as well. *Told*: every batch follows the one
+states. *New*: no batch of it was published yet, or some of its events were lost; its next batch is AllBlocksCleared, so
+that a subscriber that ignores sequence numbers starts from scratch as well. *Continuous*: every batch follows the one
 before.
 
 The invariant: the numbers of one topic only grow, and a number that is left out was never published. Numbers begin with
@@ -23,8 +22,8 @@ from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 
 TOPICS = limits.NAMESPACES
-"""Topics whose next numbers are kept, some 300 bytes each. One more takes the place of the one that has been quiet for
-the longest, which is dead most often: if it is not, it begins again with a higher number, and is *new*."""
+"""Topics whose next numbers are kept, some 300 bytes each. One more replaces the topic that has been quiet for the
+longest, which most often is no longer used; if it is used again, it starts with a higher number, and is *new*."""
 
 BUFFER_BYTES = 256 * 1024 * 1024
 """The limit of payload bytes kept for replay, besides the limit of batches: a batch with token ids may take a MiB."""
@@ -80,7 +79,7 @@ class BatchRing:
         return self.end - len(self._kept)
 
     def append(self, batch: Batch) -> list[Batch]:
-        """Keeps a batch, and returns those that have lost their places."""
+        """Keeps a batch, and returns those that it displaces."""
         self._kept[self.end] = batch
         self.end += 1
         self._kept_bytes += _size(batch)
@@ -206,18 +205,18 @@ class Wish:
 
     def __init__(self, interval_ns: int) -> None:
         self._interval_ns = interval_ns
-        self._wished = False
+        self._requested = False
         self._not_before_ns: int | None = None
 
     def make(self) -> None:
-        self._wished = True
+        self._requested = True
 
     def due(self, now_ns: int) -> bool:
         """Whether the action is due now. If True, the caller carries it out; a later request waits for the next
         interval."""
-        if not self._wished or (self._not_before_ns is not None and now_ns < self._not_before_ns):
+        if not self._requested or (self._not_before_ns is not None and now_ns < self._not_before_ns):
             return False
-        self._wished = False
+        self._requested = False
         self._not_before_ns = now_ns + self._interval_ns
         return True
 

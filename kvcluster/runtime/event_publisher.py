@@ -1,21 +1,16 @@
-"""The publisher of KV events: a thread that serves sockets of ZeroMQ: subscribers, and those that ask for batches that
-they have missed.
+"""The publisher of KV events: a thread that serves two ZeroMQ ports, of subscribers (PUB) and of replays (ROUTER).
 
     core's lock -> publish -> queue -> thread: EventLog -> subscribers
-                                               Replay   -> requesters
+                                               Replay   -> requesters of batches that they have missed
 
 The publisher waits for no reader. Effects that do not fit into the queue are dropped, the sequence numbers show the
 gap, and the core is asked to publish all blocks again (`on_behind`). The last batches are kept once for all
-subscribers: one that is slower than these are made loses batches, which the numbers show as well. If the thread fails,
-nothing is published any more and the coordinator goes on: events are hints, and subscribers see silence, as if the
-coordinator had ended.
+subscribers: one that is slower than these are made loses batches, which the numbers show as well. Of a subscriber are
+kept its topics and its position among the last batches, of a request the position of its answer; so neither holds a
+batch that is not kept anyway. If the thread fails, nothing is published any more and the coordinator goes on: events
+are hints, and subscribers see silence, as if the coordinator had ended.
 
 The ports are opened in `start` and then belong to the thread alone, except for one end of a socket pair that wakes it.
-
-The two ports of the publisher of KV events: of subscribers (PUB), and of those that ask for missed batches (ROUTER).
-
-Of a subscriber are kept its topics and its position among the last batches. Of a request is kept the position of its
-answer. So neither holds a batch that is not kept anyway.
 """
 
 from __future__ import annotations

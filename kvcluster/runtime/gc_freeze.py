@@ -6,8 +6,8 @@ nodes and pages are freed by their reference counts and form no cycles. So what 
 when it ends: the collector never looks at it again, and the next one walks only what was made since, however large the
 tables have become.
 
-What is frozen and becomes part of an unreachable cycle later is not freed. So what lives longer than a few calls must
-not form cycles with what comes and goes; tests/runtime/test_gc_freeze.py holds that of the calls of workers.
+What is frozen and becomes part of an unreachable cycle later is not freed. So objects that live longer than a few calls
+must not form cycles with short-lived ones; tests/runtime/test_gc_freeze.py checks that for the calls of workers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GarbageKeeper:
         gc.callbacks.append(_freeze)
         gc.set_threshold(*THRESHOLDS)
         gc.collect()
-        gc.collect()  # the next comes after a quarter of what the last one has left: that is nothing now
+        gc.collect()  # the next is due after growth by a quarter of what this one leaves: nothing
 
     def close(self) -> None:
         """Lets the collector run as before; what is frozen stays so."""

@@ -1,16 +1,15 @@
-"""Logs of a process as JSON, one object a line, bounded in rate.
+"""Logs of a process as JSON, one object a line, bounded in rate; and the log of its decisions.
 
     {"time": "2026-01-31T12:00:00.123Z", "level": "INFO", "process": "shard-0", "logger": "kvcluster.decisions", ...}
 
-A decision has its event and fields in the object; any other record has its `message`. Of each event, and
-of all else that one logger logs, so many lines a second are written, whoever causes them: the next line has the number
-that was `left_out`. A text is cut at TEXT_CHARS. So no tenant and no stranger fills a disk.
+A decision is an event with fields, logged in one line at the boundary of a process: an exchange that ended, a refused
+call, an order, a purge, a drain, a lost shard. The core does not log: its input and output are logged here. Decisions
+have a logger of their own, which shows them where INFO is shown.
 
-Decisions at the boundary of a process, each logged in one line: an exchange that ended, a refused call, an order, a
-purge, a drain, a lost shard. The core does not log: what goes into it and comes out of it is logged here.
-
-A decision is an event with fields. Decisions have a logger of their own, which shows them where INFO is shown; with
-`log.format = "json"` they are JSON objects (json_log.py), bounded in rate.
+With `log.format = "json"` each record is a JSON object. A decision has its event and fields in the object; any other
+record has its `message`. The lines per second are limited for each event, and for all other records of one logger,
+whatever causes them: the next line has the number that was `left_out`. A text is cut at TEXT_CHARS. So no tenant and no
+stranger fills a disk.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
         }
         event = getattr(record, "event", None)
-        said = {"message": record.getMessage()} if event is None else {"event": event, **record.__dict__["fields"]}
-        line |= {name: _cut(value) for name, value in said.items()}
+        content = {"message": record.getMessage()} if event is None else {"event": event, **record.__dict__["fields"]}
+        line |= {name: _cut(value) for name, value in content.items()}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)[-_TRACE_CHARS:]
         if left_out := getattr(record, "left_out", 0):
@@ -210,7 +209,7 @@ class AckReader:
         self._drains = False
 
     def news(self, ack: ReportAck) -> list[tuple[str, dict[str, Any]]]:
-        """Returns the events, with their fields, that no earlier answer brought."""
+        """Returns the events, with their fields, that were in no earlier answer."""
         if ack.epoch != self._coordinator:
             self._coordinator, self._order = ack.epoch, 0
         found: list[tuple[str, dict[str, Any]]] = []

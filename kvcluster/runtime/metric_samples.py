@@ -1,9 +1,9 @@
-"""Samples: the values of the metrics of stats.py, and what counts them in a process. Pure.
+"""Samples: the values of the metrics of metrics.py, and the counters of them in a process. Pure.
 
-What a shard counts outside its core: exchanges by path, bytes by tier, refused connections, moves between tiers.
-
-Each is counted once an exchange or batch, never page by page. Every series of the paths, operations and tiers that are
-known exists from the start; the in-process path of tests gets its series when it is first used.
+`ShardMetrics` counts what happens in a shard outside its core: exchanges by path, bytes by tier, refused connections,
+moves between tiers. Each is counted once an exchange or batch, never page by page. Every series of the paths,
+operations and tiers that are known exists from the start; the in-process path of tests gets its series when it is first
+used.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class CallMetrics:
 
 
 class CoordinatorFigures(NamedTuple):
-    """What a coordinator tells of itself for a scrape: the status of the whole cluster, and figures beside it."""
+    """The figures of a coordinator for a scrape: the status of the whole cluster, and others beside it."""
 
     status: Status
     missed_tokens: Mapping[MissReason, int]
@@ -216,7 +216,7 @@ def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]
 
 
 def shard_samples(info: ShardInfo, waiting: Mapping[str, int], condemned: int) -> list[Sample]:
-    """Returns those of SHARD_METRICS that its core tells. `waiting`: the length of each queue."""
+    """Returns the series of SHARD_METRICS that the core reports. `waiting`: the length of each queue."""
     single = {
         "kvcluster_condemned_pages": condemned,
         "kvcluster_leases": info.leases,

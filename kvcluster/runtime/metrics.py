@@ -1,7 +1,7 @@
 """Metrics: the table of all of them. metric_samples.py makes their values, metrics_server.py serves them.
 
 A name is `kvcluster_<noun>_<unit>`, with `_total` if it only grows (from 0, since its process started). Every series of
-a bounded label exists from the start, so that a rate over it is 0 and not absent. What a label may say is known
+a bounded label exists from the start, so that a rate over it is 0 and not absent. The values of a label are known
 beforehand: none names a namespace or a block, and none a tenant unless `metrics.tenants` is set.
 """
 

@@ -1,9 +1,10 @@
 """Metrics and health of a process over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes.
 
-It asks for no credential, so its address should be closed to strangers (config.MetricsConfig). From its connection to
-the end of its answer a request has REQUEST_S, however its bytes arrive; it has HEAD_BYTES and no body. Of _CONNECTIONS
-connections that have not sent their request yet a further one ends the oldest, so none that dawdles keeps a probe out.
-Few scrapes are answered at a time, with samples that are collected once in KEPT_S; probes need no place among them.
+It asks for no credential, so its address should be closed to strangers (config.MetricsConfig). A request may take
+REQUEST_S from its connection to the end of its answer, however its bytes arrive; it has at most HEAD_BYTES and no body.
+At most _CONNECTIONS connections may not have sent their request yet; one more ends the oldest of them, so a slow client
+keeps no probe out. Few scrapes are answered at a time, with samples that are collected once in KEPT_S; probes do not
+count among them.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class _Server(ThreadingMixIn, TCPServer):
             super().process_request(request, client_address)
 
     def request_arrived(self, request: socket.socket) -> None:
-        """The connection is no longer one of those that have sent nothing."""
+        """Records that the connection has sent its request."""
         with self._lock:
             self._silent.pop(request, None)
 
@@ -219,7 +220,7 @@ def _end(request: socket.socket) -> None:
 
 
 class _Handler(BaseRequestHandler):
-    """Answers one request of a connection. What is no request, or is ended, gets no answer."""
+    """Answers one request of a connection. Anything else, or a request that was ended, gets no answer."""
 
     def __init__(self, answer: Callable[[str, str], _HttpAnswer], *arguments: Any) -> None:
         self._answer = answer

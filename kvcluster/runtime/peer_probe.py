@@ -26,7 +26,8 @@ PATIENCE_MS = 2_000
 """For one try: what takes longer is of no use to a reader."""
 
 _ALL_S = 12.0
-"""For all of them, which is well within the time of a run. What has not been tried by then is said to be so."""
+"""For all of them, which is well within the time of a run. Peers that have not been tried by then are reported as not
+tried."""
 
 _TRIPS = 3
 """Round trips of a try after the first, which connects; the fastest counts."""
@@ -37,8 +38,8 @@ _TCP = "tcp"
 
 
 class PeerProbe:
-    """Carries out probes for one shard. `facts`: what its process says of itself. `clock`: how its clock differs from
-    the coordinator's, None if it is not known. `token`: the credential that the cluster keeps for itself."""
+    """Carries out probes for one shard. `facts`: what its process reports about itself. `clock`: how its clock differs
+    from the coordinator's, None if it is not known. `token`: the credential that the cluster keeps for itself."""
 
     def __init__(
         self, facts: Callable[[], ProcessFacts], clock: Callable[[], ClockDifference | None], token: str, here: str
@@ -48,13 +49,13 @@ class PeerProbe:
         self._closing = False
 
     def carry_out(self, order: ProbeOrder) -> Findings:
-        """Tries the peers, and returns what was found. Takes `_ALL_S` and one patience at most."""
+        """Tries the peers, and returns what was found. Takes at most `_ALL_S` plus PATIENCE_MS."""
         links = self._try_all(order)
         ahead, error = self._clock() or (0, 0)
         return Findings(order.number, self._facts(), ahead, error, tuple(links))
 
     def close(self) -> None:
-        """Has a probe that is under way end within one patience."""
+        """Makes a probe that is under way end within PATIENCE_MS."""
         self._closing = True
 
     def _try_all(self, order: ProbeOrder) -> list[Link]:
@@ -81,7 +82,7 @@ class PeerProbe:
             return [_failed(peer, "grpc", repr(error))]
 
     def _links(self, peer: ShardAddress) -> Iterator[Link]:
-        """Yields the try over gRPC, and over TCP if gRPC tells where that is served."""
+        """Yields the try over gRPC, and over TCP if the answer over gRPC names its address."""
         grpc = self._timed(peer, "grpc", partial(GrpcPages, peer.address, self._token))
         yield grpc
         if grpc.why:

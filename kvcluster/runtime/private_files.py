@@ -1,28 +1,25 @@
-"""Files that only this user's processes may have written: what a shard keeps on a drive, where other users may have
-been first.
+"""Files that only this user's processes may have written, such as a shard's on a drive that other users can write to.
 
 A folder must be this user's own, and not writable by others. A file in it must be a regular file of this user with one
 name: neither a link to another file nor a pipe, for which an `open` would wait. A mode that lets others read or write
-one is set back. Every function raises OSError that says what is wrong.
+one is set back. Every function raises OSError that describes what is wrong.
 
-Temporary folders: each is removed with the process that it belongs to, or later, if that was killed.
+`private_folder` makes temporary folders. Each is removed with the process that it belongs to, or later, if that process
+was killed. A process holds the lock of its folder for as long as it runs; that of a Ray node is held by the process
+that leads the node (actors/ray_node.py). The kernel releases the lock of a killed process, whatever killed it, so a
+folder whose lock can be taken belongs to no process. Process ids would not prove that: they are used again, and
+containers that share /tmp do not see one another's.
 
-A process holds the lock of its folder for as long as it runs; that of a Ray node is held by the process that leads the
-node (actors/ray_node.py). The kernel releases the lock of a killed process, whatever killed it, so a folder whose lock
-can be taken belongs to none. Process ids would not tell: they are used again, and containers that share /tmp do not see
-one another's.
+`user_folder` is the folder in which a user's commands keep what later commands find: records of clusters, Ray's
+sockets, and logs.
 
-The folder in which a user's commands keep what later commands find: records of clusters, Ray's sockets, and logs.
+`replace_file` replaces a small file that holds state for the next incarnation of a process. The new file is written
+beside the old one, synced and renamed, and the folder is synced; so after a power loss it is either the old file or the
+new one.
 
-Small files that hold state for the next incarnation of a process, each replaced as a whole.
-
-A new file is written beside the old one, synced and renamed, and the folder is synced; so after a power loss it is
-either the old file or the new one.
-
-The secret of a cluster: a file that is the same on each of its nodes.
-
-Two keys are derived from it, so that neither gives away the other: the token of the cluster's Ray, and the credential
-by which coordinator and shards know one another.
+`derived_key` reads the secret of a cluster, a file that is the same on each of its nodes. Two keys are derived from it,
+so that neither gives away the other: the token of the cluster's Ray, and the credential by which coordinator and shards
+know one another.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ _OTHERS = 0o077
 
 
 def open_folder(path: Path, *, make: bool) -> int:
-    """Returns a descriptor of the folder, which is made if it is missing and `make` says so."""
+    """Returns a descriptor of the folder, which is made if it is missing and `make` is set."""
     if make:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     if path.is_symlink():
@@ -141,8 +138,8 @@ def _remove_abandoned(prefix: str, parent: Path) -> None:
 
 
 def user_folder() -> Path:
-    """Returns the folder of this user's clusters. Its files say which processes to end, so only this user may write to
-    it. Raises ConfigError if others may."""
+    """Returns the folder of this user's clusters. Its files name processes to end, so only this user may write to it.
+    Raises ConfigError if others may."""
     folder = Path(tempfile.gettempdir()) / f"kvcluster-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()

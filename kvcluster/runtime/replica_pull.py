@@ -2,7 +2,7 @@
 
 The coordinator has chosen the source and the pages; the core of this shard has reserved room for them under a write
 lease of its own. The bytes go straight into the arena, where they are not visible to readers before they are committed,
-and each layer is verified there against the identity of the reserved page: nothing that the source says about itself
+and each layer is verified there against the identity of the reserved page: nothing that the source reports about itself
 enters it. The pages that are complete and verified are committed, even if the rest failed; pages that arrived corrupt
 are reported to the source, which verifies its own copies.
 
@@ -67,7 +67,7 @@ class ReplicaPuller:
         self._next_attempt = own_attempts()
         self._closing = False
         self._current: _Breaker | None = None
-        self._path = "grpc"  # over which the last fetch came: its source is always reachable over this one
+        self._path = "grpc"  # that of the last fetch: its source is always reachable over this one
 
     def fetch(self, order: Fetch) -> None:
         """Carries out one order, and ends its lease."""
@@ -80,15 +80,15 @@ class ReplicaPuller:
             log.info("a fetch from %s broke off: %s", order.source.shard, error)
             why = str(error) or type(error).__name__
         verified = arrivals.verified()
-        self._tell(order, verified, why, time.monotonic() - began)
+        self._report(order, verified, why, time.monotonic() - began)
 
         commit = Commit(order.attempt, tuple(verified), tuple(verified.values()))
         with suppress(Unavailable):  # this shard is ending
             self._ask(commit if verified else Abort(order.attempt))
 
-    def _tell(self, order: Fetch, verified: Collection[int], why: str, seconds: float) -> None:
-        """Tells the shard how the fetch ended. `verified`: the indices of the pages that came whole; `why`: what broke
-        it off, "" for nothing."""
+    def _report(self, order: Fetch, verified: Collection[int], why: str, seconds: float) -> None:
+        """Reports to the shard how the fetch ended. `verified`: the indices of the pages that arrived complete; `why`:
+        what broke it off, "" for nothing."""
         named = Operation.REPLICATE_IN, self._path, CLUSTER, order.attempt
         if why:
             summary = ExchangeSummary(*named, ExchangeResult.FAILED, seconds, error=why)

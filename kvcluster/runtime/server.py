@@ -3,16 +3,14 @@
 It uses a thread for each call, because page streams block and the cores answer at once. A call is authenticated from
 its metadata before it gets a thread or its message is read, and each tenant has threads of its own: a stranger's call
 costs no thread that an honest one needs, and a tenant's calls wait for no other tenant's. Its version of the protocol
-is compared then, too, and each answer says which ones this server speaks (wire/versions.py). A call that is wrong is
-answered with a status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (no version in common, or a
-malformed message), INVALID_ARGUMENT.
+is compared then, too, and each answer names the versions that this server speaks (wire/versions.py). The status that
+answers a wrong call names whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (no version in common, or a malformed
+message), INVALID_ARGUMENT.
 
-The settings that an operator changed while the cluster ran, kept for the next coordinator: the tier policy, and
-whether the cache is on. If an operator turned the cache off because of a fault, it must stay off when the coordinator
-restarts because of the same fault.
-
-It is one small file in `coordinator.state_dir` (private_files.py). A file that cannot be parsed is never skipped; the
-error says what to do.
+`read_settings` and `write_settings` keep the settings that an operator changed while the cluster ran for the next
+coordinator: the tier policy, and whether the cache is on. If an operator turned the cache off because of a fault, it
+must stay off when the coordinator restarts because of the same fault. They are one small file in
+`coordinator.state_dir` (private_files.py). A file that cannot be parsed is never skipped; the error names what to do.
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ _LONGEST_S = 60.0
 _SHARES = 4
 """How many tenants get the full number of threads each. More than these share so many threads evenly."""
 
-_TELL_THE_TIME = ("Ping", "Report")
-"""Methods whose answers tell this machine's clock (Connection.clock), for `kvcluster doctor`."""
+_WITH_CLOCK = ("Ping", "Report")
+"""Methods whose answers carry this machine's clock (Connection.clock), for `kvcluster doctor`."""
 
 _IN_WORDS = {
     "Drain": "draining a shard",
@@ -302,7 +300,7 @@ def _unary(
             metrics.refused(Refusal.PROTOCOL)
             decided("call_refused", reason=Refusal.PROTOCOL.value, method=method.name, tenant=caller.tenant)
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{too_long}, in several calls")
-        if method.name in _TELL_THE_TIME:
+        if method.name in _WITH_CLOCK:
             context.set_trailing_metadata((*METADATA, (CLOCK_KEY, str(time.time_ns()))))
         began = time.monotonic()
         wait_s = min(context.time_remaining(), _LONGEST_S)

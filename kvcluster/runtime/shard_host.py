@@ -80,7 +80,7 @@ _CALL_S = 0.0001
 """As TenantTurns' `call_s`: most are steps of exchanges, which have a connection already."""
 
 _LAST_STEP_S = 5.0
-"""How long after its deadline the core may take to say what it has saved: it may be busy with other steps."""
+"""How long after its deadline the core may take to report what it has saved: it may be busy with other steps."""
 
 R = TypeVar("R")
 Tell = Callable[[Report | Inventory, Deadline], Reply]
@@ -136,8 +136,8 @@ class ShardHost:
         self._threads = self._jobs(shard, fail)
 
     def start(self, offers: Offers | None = None) -> None:
-        """Starts the threads and the driver. `offers` are the transports that serve this shard beside gRPC, as told to
-        clients."""
+        """Starts the threads and the driver. `offers` are the transports that serve this shard beside gRPC, as reported
+        to clients."""
         self.core.offers = offers or self.core.offers
         for thread in dict.fromkeys(self._threads.values()):
             thread.start()
@@ -327,7 +327,7 @@ class ShardHost:
         self._look_for_lost_tiers()
 
     def _look_for_lost_tiers(self) -> None:
-        """Tells the core, once, of a tier whose store has failed."""
+        """Reports a tier whose store has failed to the core, once."""
         for tier, why in self._stores.failed().items():
             with self._losing:
                 known = tier in self._lost

@@ -1,8 +1,8 @@
 """Turns: no tenant keeps a core from the others, however many calls it makes and however long their steps are.
 
-Python runs one thread at a time and a core one step at a time, so what a tenant's calls take, other tenants wait. Of
-each tenant one message at a time waits for the core; and while another tenant calls too, a tenant whose step took long
-waits as long, times REST, before its next one. A tenant that is alone never waits.
+Python runs one thread at a time and a core one step at a time, so while it works for one tenant, all others wait. Of
+each tenant one message at a time waits for the core; and while another tenant calls too, a tenant waits before its next
+step REST times as long as its last one took. A tenant that is alone never waits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ACTIVE_S = 1.0
 
 
 class FairLock:
-    """A lock that is passed on in order of arrival: who releases it and wants it again waits behind all others."""
+    """A lock that is passed on in order of arrival: a thread that releases it and wants it again waits behind all
+    others."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()  # held for a moment only

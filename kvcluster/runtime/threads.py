@@ -3,7 +3,7 @@
 A driver submits jobs under its lock, so `submit` never waits. The number of jobs that may wait is known beforehand,
 since a core waits for an answer before it asks for more; one job too many is a bug, and an assertion finds it. A job
 that raises is a bug as well: the thread reports it and ends, and with it the process, because a shard that looks
-healthy but no longer reports or verifies is worse than one that is gone.
+healthy but no longer reports or verifies is worse than one that has ended.
 """
 
 from __future__ import annotations

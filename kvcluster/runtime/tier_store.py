@@ -1,5 +1,4 @@
-"""Access to the bytes of a shard's tiers: one interface for reading, writing and erasing them, whatever medium they are
-on.
+"""The bytes of a shard's tiers: one interface to read, write and erase them on any medium, and moves between tiers.
 
 The core decides which page goes where (core/tiers.py, core/shard/pool.py): it reserves and frees ranges. A `TierStore`
 moves bytes to and from such a range and knows nothing of leases. Each addressable tier has a region of its own; each
@@ -8,12 +7,10 @@ other tier has a store, which is opened before the core begins, and returns the 
 The invariant: a durable store returns from `erase` only when no later shard finds what was purged, or else it does not
 keep the tombstones, so that the coordinator sends them again.
 
-Moving a shard's pages between its tiers: each is encoded, decoded or copied, and then verified.
-
-The core has chosen which pages, and where to (core/shard/tier_mover.py, core/shard/pin_handler.py); until it is
-answered no target is read and no source is freed. An encoded or decoded page gets checksums of its new bytes, which
-derive from the verified source, except for what the codec loses; a copied page is verified against the checksums that
-it had.
+`move` and `stage` encode, decode or copy pages from one tier to another, and then verify them. The core has chosen the
+pages and their targets (core/shard/tier_mover.py, core/shard/pin_handler.py); until it is answered no target is read
+and no source is freed. An encoded or decoded page gets checksums of its new bytes, which derive from the verified
+source, except for what the codec loses; a copied page is verified against the checksums that it had.
 
 `move` does not get in the way of loads and stores: it runs beside the driver on one thread of a lower priority,
 releases Python's lock while it encodes, and yields after each page. `stage` runs while a reader waits for it.
@@ -67,7 +64,7 @@ class TierStore(TierBytes, Protocol):
         """Its memory, if processes on the same device may open it."""
 
     def erase(self, order: Erase) -> None:
-        """Makes sure that what was purged does not come back. What it could not erase, it tries again with the next
+        """Makes sure that what was purged is not found again. Erasures that failed are tried again with the next
         order."""
 
     def close(self) -> None: ...

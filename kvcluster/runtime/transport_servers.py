@@ -48,8 +48,7 @@ class PathServer(Protocol):
 
 Serve = Callable[[ShardHost, TenantOf, str, range], PathServer]
 """Starts a server from a shard, its credentials, the address to listen at and the range of ports, of which it takes the
-first free one. Raises OSError or KVClusterError if it
-cannot be served."""
+first free one. Raises OSError or KVClusterError if the path cannot be served."""
 
 
 def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, listen_host: str, ports: range) -> PathServer:

@@ -83,8 +83,8 @@ class MainCall(Generic[R]):
         return self._results[0]
 
     def abandon(self) -> Callable[[], None]:
-        """Has nothing more be begun. Returns the rest, which is for another thread: when that has returned, the
-        caller's memory is not used any more, and what was done is undone, now or when it has been done."""
+        """Prevents anything more from beginning. Returns a function for another thread to call: when that has returned,
+        the caller's memory is not used any more, and the work is undone, now or once it is done."""
         self._abandoned = True
         return self._stop
 
@@ -115,7 +115,7 @@ class CallThreads:
         self._idle = self._started = 0
 
     def submit(self, work: Callable[[], object]) -> Done:
-        """Has a thread do this. Something can be got from what is returned when it is done."""
+        """Has a thread do `work`. Returns a queue that gets an item when it is done."""
         done: Done = SimpleQueue()
         self._work.put((work, done))
         if self._work.qsize() > self._idle:
@@ -144,7 +144,7 @@ class CallThreads:
             work, done = self._work.get()
             with self._lock:
                 self._idle -= 1
-            self._start()  # work that came in this moment counted on this thread
+            self._start()  # work that was submitted at this moment counted on this thread
             _do(work)
             with self._lock:
                 self._idle += 1
@@ -212,7 +212,7 @@ def without_interrupt(
 
 
 def later(work: Callable[[], object]) -> None:
-    """Does this without an interrupt, on the main thread without waiting for it."""
+    """Does `work` without an interrupt; called on the main thread, does not wait for it."""
     if _on_main_thread():
         _THREADS.submit(work)
     else:

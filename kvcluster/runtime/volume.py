@@ -86,7 +86,7 @@ def volumes_in(disk_dir: str, cluster: str, group: str) -> list[ShardId]:
         try:
             owner = read_identity(Path(folder))
         except ConfigError:
-            continue  # the shard that would take this folder says so when it starts
+            continue  # the shard that would take this folder reports it when it starts
         if owner is not None and owner[:2] == (cluster, group) and Path(folder).name == owner.shard:
             found.append(owner.shard)
     return found

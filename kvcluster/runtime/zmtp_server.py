@@ -5,9 +5,9 @@
 
 Nothing is queued for a peer: the port is asked for the next message when the peer has room. So a slow peer costs the
 one message that it is being sent. What strangers may do here is bounded in number, memory and time:
-`limits.EVENT_PEERS` connections to a port, by shares of the addresses that they come from; one message of `Port.bounds`
-each; so many messages and connections in a round, and a rest between two rounds. A connection that says nothing, or
-takes nothing of what it is being sent, is closed.
+`limits.EVENT_PEERS` connections to a port, by shares of their source addresses; one message of `Port.bounds` each; so
+many messages and connections in a round, and a rest between two rounds. A connection that sends nothing, or takes
+nothing of what it is being sent, is closed.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from kvcluster.wire import zmtp
 log = logging.getLogger(__name__)
 
 REST_NS = 100_000
-"""How long no peer is read and no connection accepted for each message, each read and each connection of the last
-round. They take some 10 us, so that floods have a tenth of the interpreter, and a quiet peer is heard at once."""
+"""The rest after a round, for each message, each read and each connection of that round: meanwhile no peer is read and
+no connection accepted. Each takes some 10 us, so that floods have a tenth of the interpreter, and a quiet peer is read
+at once."""
 
 ACCEPTED_PER_ROUND = 16
 HEARD_PER_ROUND = 8
-"""Messages of one peer: a subscriber with 64 topics is heard in eight rounds."""
+"""Messages of one peer: a subscriber with 64 topics is read in eight rounds."""
 
 SENT_PER_TURN = 64
 """Messages to one peer before the others have their turn."""
 
 HANDSHAKE_NS = 10_000_000_000
-"""How long a connection may take until it has said which socket it is."""
+"""How long a connection may take until it has named the type of its socket."""
 
 PATIENCE_NS = 30_000_000_000
 """How long a peer may take nothing of a message that it is being sent."""
@@ -52,7 +53,7 @@ _RECEIVED_BYTES = 4_096
 """What is received of one peer in a round."""
 
 _NO_DESCRIPTOR = 1_000
-"""The work that a connection counts as which cannot be accepted, so that the next attempt is later."""
+"""The work that a connection counts as if it cannot be accepted, so that the next attempt is later."""
 
 _SWEEP_NS = 1_000_000_000
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
@@ -107,7 +108,7 @@ class ZmtpServer:
         self._work = 0
         self._swept_ns = clock()
         self._listening: list[socket.socket] = []
-        self._unheard: dict[Peer, None] = {}  # peers whose messages wait for the next round
+        self._undelivered: dict[Peer, None] = {}  # peers whose messages wait for the next round
         self._shares: dict[Port, Shares] = {}
         self._peers: dict[Port, dict[Peer, None]] = {}
         self.refused = 0
@@ -149,10 +150,10 @@ class ZmtpServer:
         self._waiting.close()
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until the wake, a peer or the time comes, and does what peers wait for."""
+        """Waits for the wake, a peer or the timeout, and does what peers wait for."""
         now_ns = self._clock()
         rest_s = max(0, self._read_at - now_ns) / 1e9
-        if not rest_s and any(not peer.port.busy(peer) for peer in self._unheard):
+        if not rest_s and any(not peer.port.busy(peer) for peer in self._undelivered):
             self._round()
         elif not self._is_reading and not rest_s:
             self._waiting.register(self._reading, _READ, self._reading)
@@ -193,7 +194,7 @@ class ZmtpServer:
             self._reading.unregister(peer.link)
         peer.link.close()
         peer.out = memoryview(b"")
-        self._unheard.pop(peer, None)
+        self._undelivered.pop(peer, None)
         del self._peers[peer.port][peer]
         self._shares[peer.port].remove(peer.address)
         peer.port.closed(peer)
@@ -206,8 +207,8 @@ class ZmtpServer:
             self._waiting.unregister(self._reading)
             self._is_reading = False
         self._work = 0
-        for peer in list(self._unheard):
-            self._hear(peer)
+        for peer in list(self._undelivered):
+            self._deliver(peer)
         for key, _ in self._reading.select(0):
             if isinstance(key.data, Peer):
                 self._read(key.data)
@@ -262,13 +263,13 @@ class ZmtpServer:
             data = b""
         if data:
             peer.inbound.feed(data)
-            self._hear(peer)
+            self._deliver(peer)
         else:
             self.drop(peer)
 
-    def _hear(self, peer: Peer) -> None:
+    def _deliver(self, peer: Peer) -> None:
         """Hands messages to the port, as many as one round has of a peer. The others wait for the next round."""
-        self._unheard.pop(peer, None)
+        self._undelivered.pop(peer, None)
         try:
             self._take(peer)
         except KVClusterError as error:
@@ -291,7 +292,7 @@ class ZmtpServer:
             self._work += 1
             if frames:
                 peer.port.heard(peer, frames)
-        self._unheard[peer] = None
+        self._undelivered[peer] = None
 
     def _send(self, peer: Peer) -> None:
         try:
@@ -314,7 +315,7 @@ class ZmtpServer:
             self._waiting.unregister(peer.link)
 
     def _sweep(self) -> None:
-        """Once a second: closes the connections that say nothing, or take nothing."""
+        """Once a second: closes the connections that send nothing, or take nothing."""
         now_ns = self._clock()
         if now_ns - self._swept_ns < _SWEEP_NS:
             return

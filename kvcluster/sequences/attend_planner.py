@@ -7,8 +7,9 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 FEW_TOKENS = 8
-"""Up to so many new tokens, sending queries to shards takes less time than loading a context of 32,768 tokens, over all
-links that were measured but one: up to 9 to 37 tokens there, and over that one never (docs/measurements.md)."""
+"""Up to this many new tokens, sending queries to shards takes less time than loading a context of 32,768 tokens, over
+all links that were measured but one: the limit was 9 to 37 tokens there; over that one it never did
+(docs/measurements.md)."""
 
 
 class SpanChoice(Enum):
@@ -87,8 +88,8 @@ class AttendPlanner(Protocol):
                 ship, fetch = kvcluster.SpanChoice.SHIP, kvcluster.SpanChoice.FETCH
                 return [ship if span.queries <= 8 else fetch for span in step.spans]
 
-    It is asked once a step, and again when a page has moved meanwhile; its choice serves all layers. A span that the
-    shard does not attend to after all is loaded.
+    It is called once a step, and again when a page has moved meanwhile; its choice holds for all layers. If a shard
+    fails to attend to its span, the span is loaded.
     """
 
     def choose(self, step: StepFacts) -> Sequence[SpanChoice]:

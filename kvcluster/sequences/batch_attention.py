@@ -1,11 +1,11 @@
 """Attention of a batch of sequences over their pages, wherever these lie.
 
-Each call finds the blocks that its queries see, has absent ones lent or loaded, and attends to all of them in place.
-If the resident set has no room for all that it sees, they are streamed (streamed_attention.py). Whatever may be taken
-away while it is read is asked for afterwards, and the call is repeated if it was.
+Each call finds the blocks that its queries see, borrows or loads the absent ones, and attends to all of them in place.
+If the resident set has no room for all of them, they are streamed (streamed_attention.py). Pages that may be withdrawn
+while they are read are checked afterwards, and the call is repeated if one was.
 
-With a planner, some of what is seen is attended to by the shards that have it (ship_plan.py, remote_attention.py),
-while this process attends to the rest.
+With a planner, shards attend to some of the blocks that they have (ship_plan.py, remote_attention.py), while this
+process attends to the rest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvcluster.transport.base import Deadline
 R = TypeVar("R")
 
 _TRIES = 4
-"""How often a call is repeated because pages were taken away while they were read."""
+"""How often a call is repeated because pages were withdrawn while they were read."""
 
 
 class Scores(NamedTuple):
@@ -111,7 +111,7 @@ class BatchAttention:
             check_sinks(scores.sinks, query.shape[1])
         with self._runner.lock:
             if not self._runner.readers:
-                self._loads.settle()  # what has come is found faster in the resident set
+                self._loads.settle()  # what has arrived is found faster in the resident set
         rows = [
             self._row(layer, state, count, scores.window) for state, count in zip(self._states, queries, strict=True)
         ]
@@ -129,9 +129,9 @@ class BatchAttention:
     def _attended(
         self, rows: Sequence[SeenBlocks], planner: AttendPlanner | None, query: Tensor, step: _Step
     ) -> Partial:
-        """Attends as the planner chooses. What a shard does not do after all is planned again: placed on another, or
-        attended to here. So is the whole if there is no room for the rest of a plan. Raises LostTokens if a shard is
-        lost, and what it had finds no room here."""
+        """Attends as the planner chooses. If a shard fails, the step is planned again: what it was asked for is placed
+        on another shard, or attended to here. If there is no room for the local part of a plan, everything is attended
+        to here. Raises LostTokens if a shard has failed and there is no room here for what it had."""
         tries, lost, busy = 0, None, False
         sent = layer_query(step.layer, query, rows, step.layout, step.scoring) if planner is not None else None
         while True:
@@ -182,8 +182,7 @@ class BatchAttention:
         step: _Step,
         compute: Callable[[Sequence[QueryRow]], Partial],
     ) -> Partial | None:
-        """Attends. Returns None if a page was taken away meanwhile. What the resident set has no room for is
-        streamed."""
+        """Attends. Streams what the resident set has no room for. Returns None if a page was withdrawn meanwhile."""
         time_ms = remaining_ms(step.deadline)
         blocks = self._needed(rows)
         if len(blocks) <= self._runner.machine.pages.capacity:
@@ -196,8 +195,7 @@ class BatchAttention:
     def _shipped(
         self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, sent: LayerQuery, step: _Step
     ) -> tuple[Partial | None, Shipment]:
-        """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
-        another next time."""
+        """Attends as planned. Returns None in place of the result if a shard failed; the next plan then differs."""
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
 
         def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
@@ -222,8 +220,8 @@ class BatchAttention:
         return merge_rows(results, step.layout.value_dim, query.shape[1]), shipment
 
     def _repeated(self, attempt: Callable[[], R | None], deadline: Deadline) -> R:
-        """Returns what `attempt` returns, which is None if pages were taken away meanwhile, or did not come. Raises
-        LostTokens if that happens again and again, or the deadline has come."""
+        """Calls `attempt` until it returns a result, and returns that. It returns None if pages were withdrawn
+        meanwhile, or could not be loaded. Raises LostTokens if that happens too often, or the deadline has passed."""
         self._failures.clear()
         for _ in range(_TRIES):
             result = attempt()
@@ -243,7 +241,7 @@ class BatchAttention:
         compute: Callable[[Sequence[QueryRow]], R],
     ) -> R | None:
         """Returns `compute` of the rows; these blocks stay where they are while it runs. Those of `fetched` are loaded,
-        and not lent. Returns None if a page was taken away before or while it was read."""
+        and not lent. Returns None if a page was withdrawn before or while it was read."""
         with self._runner.holding(blocks, step.deadline) if blocks else nullcontext():
             self._provide(rows, fetched, step.layer, step.deadline)
             with self._runner.reading(step.deadline):
@@ -287,7 +285,8 @@ class BatchAttention:
     def _provide(
         self, rows: Sequence[SeenBlocks], fetched: Mapping[SequenceBlock, None], layer: int, deadline: Deadline
     ) -> None:
-        """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
+        """Borrows absent blocks or begins to load them, and waits until this layer of the loads under way has
+        arrived."""
         with self._runner.lock:
             missing = self._pages.missing(rows)
         if missing:
@@ -301,7 +300,8 @@ class BatchAttention:
         self._wait(rows, layer, deadline)
 
     def _wait(self, rows: Sequence[SeenBlocks], layer: int, deadline: Deadline) -> None:
-        """Waits until what the rows see of what is being loaded into the resident set has this layer."""
+        """Waits until this layer has arrived of all blocks that the rows see and that are being loaded into the
+        resident set."""
         with self._runner.lock:
             fetches = self._pages.fetches(rows)
         for fetch in fetches:

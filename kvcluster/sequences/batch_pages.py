@@ -1,5 +1,5 @@
-"""Where the pages lie that the rows of a batch attend to. Used under the lock of the sequences; the rows of spans that
-it returns are read without.
+"""Where the pages lie that the rows of a batch attend to. Used under the lock of the sequences; the rows that it
+returns are read without it.
 
 The layers of a step see the same pages, so rows are made again only when a table has changed or a sequence has grown.
 """
@@ -31,7 +31,7 @@ class BatchPages:
         self._made: tuple[Hashable, list[QueryRow]] = ((), [])
 
     def missing(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
-        """Returns the blocks that the rows see and that lie nowhere, each once."""
+        """Returns the blocks that the rows see and that have no page, each once."""
         found: dict[SequenceBlock, None] = {}
         for pages, row in zip(self._maps, rows, strict=True):
             for depths in row.depths or (range(0),):  # also brings the loans up to date
@@ -50,7 +50,7 @@ class BatchPages:
         return self._group.layers[self._part.layer_start + layer]
 
     def ready(self, rows: Sequence[SeenBlocks], layer: int) -> bool:
-        """Whether the loads under way have brought this layer."""
+        """Whether this layer has arrived in the loads under way."""
         return all(fetch.transfer.layer_done(self.model_layer(layer)) for fetch in self.fetches(rows))
 
     def loans(self) -> list[BorrowedBlocks]:

@@ -1,10 +1,9 @@
 """Where the stored blocks of a worker's sequences lie: which shard has a page that is exactly this worker's part of a
-block. The coordinator is asked once for each block, for all new blocks of a step together.
+block. The coordinator is asked once for each block, for all new blocks of a step together (`block_questions`).
 
-What is known may be out of date: a shard that is asked says so, and then the block is placed anew. A block that no
-shard has as one page, or of which the coordinator could not tell, is not asked for again for a while. Thread-safe.
-
-The questions to the coordinator, where blocks of a worker's sequences lie.
+What is known may be out of date: a shard that is asked reports that, and then the coordinator is asked again where the
+block lies. A block that no shard has as one page, or whose place the coordinator could not report, is not asked for
+again for a while. Thread-safe.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from kvcluster.transport.base import Deadline
 def block_questions(
     specs: Mapping[bool, KVSpec], part: Part, accept: Loss, blocks: Sequence[SequenceBlock], avoid: tuple[ShardId, ...]
 ) -> Iterator[tuple[KVSpec, Sequence[SequenceBlock], Explain]]:
-    """Yields the questions where `part` of these blocks lies, but on shards to `avoid`: each with its spec, and the
-    blocks that it is about. `specs` are those of public and of `private` blocks. A block may have lost as much as
+    """Yields the questions where `part` of these blocks lies, except on the shards in `avoid`: each with its spec, and
+    the blocks that it is about. `specs` are those of public and of `private` blocks. A block may have lost as much as
     `accept`, or as it has lost already."""
     for private, spec in specs.items():
         mine = [block for block in blocks if block.private == private]
@@ -44,7 +43,7 @@ def block_questions(
 
 
 _AGAIN_NS = 1_000_000_000
-"""For so long a block that was not placed is not looked for, and a shard that declined is not asked."""
+"""For this long a block that was not found is not asked for, and a shard that declined is not asked."""
 
 _ASKING_SHARE = 4
 """Asking takes at most 1/4 of the time left: a coordinator that hangs must leave time to go on without it."""
@@ -70,7 +69,7 @@ class BlockPlaces:
         self._lock = threading.Lock()
         # By the names of blocks, since one that is written again gets another.
         self._places: dict[BlockHash | None, tuple[SequenceBlock, ShardAddress]] = {}
-        self._nowhere: dict[BlockHash | None, tuple[SequenceBlock, int]] = {}  # until when they are not looked for
+        self._unplaced: dict[BlockHash | None, tuple[SequenceBlock, int]] = {}  # until when they are not looked for
         self._avoided: dict[ShardAddress, int] = {}  # until when they are not asked
         self.version = 0
         """Counts the changes of what `place_of` returns."""
@@ -82,7 +81,7 @@ class BlockPlaces:
         return None if shard in self._avoided else shard
 
     def locate(self, cuts: Iterable[CutBlocks], deadline: Deadline) -> None:
-        """Has the coordinator asked for what is not known of these cuts."""
+        """Asks the coordinator where the blocks of these cuts lie whose places are not known."""
         now = self._clock()
         with self._lock:
             self._pass(now)
@@ -91,24 +90,25 @@ class BlockPlaces:
                 block
                 for cut in cuts
                 for block in cut.blocks
-                if self._shard_at(block) in useless and block.name not in self._nowhere
+                if self._shard_at(block) in useless and block.name not in self._unplaced
             )
             avoid = tuple(dict.fromkeys(shard.shard for shard in self._avoided))[: limits.AVOIDED_SHARDS]
         for spec, blocks, question in block_questions(self._specs, self._part, self._accept, [*unknown], avoid):
             self._ask(spec, blocks, question, deadline)
 
     def lacking(self, cut: CutBlocks) -> None:
-        """The shard does not attend to this cut, as it says: its pages are gone, on disk, or have lost too much."""
+        """Records that the shard has declined to attend to this cut: it has removed the pages, they are on disk, or
+        have lost too much."""
         until = self._clock() + _AGAIN_NS
         with self._lock:
             for block in cut.blocks:
                 self._places.pop(block.name, None)
-                self._nowhere[block.name] = block, until
+                self._unplaced[block.name] = block, until
             self.version += 1
 
     def avoid(self, shard: ShardAddress) -> None:
-        """A shard does not answer, or declines: for a while it is not asked, and blocks are placed elsewhere if other
-        shards have them."""
+        """Records that a shard does not answer, or declines: for a while it is not asked, and blocks are placed on
+        other shards that have them."""
         with self._lock:
             self._avoided[shard] = self._clock() + _AGAIN_NS
             self.version += 1
@@ -122,18 +122,18 @@ class BlockPlaces:
     def sweep(self) -> None:
         """Forgets blocks that no sequence refers to."""
         with self._lock:
-            for known in (self._places, self._nowhere):
+            for known in (self._places, self._unplaced):
                 for name in [name for name, (block, _) in known.items() if not block.references]:
                     del known[name]
 
     # ------------------------------------------------------------------------------------------- helpers
 
     def _pass(self, now: int) -> None:
-        """Forgets what has been long enough ago."""
-        over = [name for name, (_, until) in self._nowhere.items() if until <= now]
+        """Forgets the entries whose time is over."""
+        over = [name for name, (_, until) in self._unplaced.items() if until <= now]
         again = [shard for shard, until in self._avoided.items() if until <= now]
         for name in over:
-            del self._nowhere[name]
+            del self._unplaced[name]
         for shard in again:
             del self._avoided[shard]
         self.version += bool(over or again)
@@ -149,7 +149,7 @@ class BlockPlaces:
             for at, block in enumerate(blocks):
                 shard = self._shard_of(plans[at] if at < len(plans) else None)
                 if shard is None:
-                    self._nowhere[block.name] = block, until
+                    self._unplaced[block.name] = block, until
                 else:
                     self._places[block.name] = block, shard
             self.version += 1

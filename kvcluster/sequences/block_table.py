@@ -5,7 +5,7 @@ Kernels and CUDA graphs read the entries as int32 while the sequence grows, so m
 at once. What is never used takes none: the operating system provides each part when it is first written.
 
 Several readers may mirror a table (page_map.py). Each remembers the `version` up to which it has read, and asks from
-where on the table has changed since. The answer comes from a stack of changes, of which both versions and entries
+where on the table has changed since. The answer is found in a stack of changes, of which both versions and entries
 ascend: a change removes those above it that began later, because a reader that missed them reads from here on anyway.
 """
 

@@ -34,11 +34,11 @@ class StoreState(Enum):
 class SequenceBlock:
     """The KV of `block_tokens` consecutive tokens, or of fewer at the end of a sequence.
 
-    `depth` counts the blocks before it. Only sequences of its `family` may have it. `page` is its page in the
-    resident set, None if it is not there. `name` is the block hash once it is sealed, a random id if it is `private`,
-    None before. `tokens` are the token ids that it was sealed with, as little-endian uint32; empty if private. `loss`
-    is that of its KV. `coded` is its encoded form in the resident set. While it `stays`, it does not give up its page.
-    A block is `dropped` once no sequence attends to it any more: it may be nowhere.
+    `depth` counts the blocks before it. Only sequences of its `family` may have it. `page` is its page in the resident
+    set, None if it is not there. `name` is the block hash once it is sealed, a random id if it is `private`, None
+    before. `tokens` are the token ids that it was sealed with, as little-endian uint32; empty if private. `loss` is
+    that of its KV. `coded` is its encoded form in the resident set. While it `stays`, it does not give up its page. A
+    block is `dropped` once no sequence attends to it any more: then it need not be kept anywhere.
     """
 
     __slots__ = (

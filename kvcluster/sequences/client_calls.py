@@ -1,4 +1,4 @@
-"""Level 3 of the client: the calls by which it opens sequences, and says what they take."""
+"""Level 3 of the client: the calls that open sequences, and report how much they take."""
 
 from __future__ import annotations
 

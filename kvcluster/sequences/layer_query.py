@@ -1,9 +1,10 @@
-"""The query of one layer of a step as it is sent to shards, in messages that are within the limits.
+"""One layer of a step: its query as it is sent to shards, and loads of that layer alone.
 
-Loads single layers of absent blocks into scratch pages, where they stay for one call of attention.
+`layer_query` and `split_asks` make the messages that are sent to shards, within the limits.
 
-A ticket says where blocks lie, for all layers and for every step that reads them; so the tickets used last are kept,
-and the coordinator is asked again only when other blocks are absent or a load has failed. They hold nothing: blocks of
+`LayerLoads` loads single layers of absent blocks into scratch pages, where they stay for one call of attention. A
+ticket names where blocks lie, for all layers and for every step that reads them; so the tickets used last are kept, and
+the coordinator is asked again only when other blocks are absent or a load has failed. They hold no lease: blocks of
 open sequences are not evicted (ADR 47).
 """
 
@@ -68,7 +69,7 @@ def layer_query(
     layer: int, query: Tensor, rows: Sequence[SeenBlocks], layout: PageLayout, scoring: Scoring
 ) -> LayerQuery | None:
     """Returns the query `[tokens, heads, dim]` of these rows as it is sent; None if it does not fit the pages or the
-    limits. Then attention in this process says what is wrong with it, or does it."""
+    limits. Then attention in this process computes it, or raises."""
     fits = query.dim() == 3 and query.is_floating_point() and query.shape[2] == layout.key.dim
     if not fits or not query.shape[1] or query.shape[1] % layout.heads or len(query) > limits.ATTEND_TOKENS:
         return None
@@ -89,7 +90,7 @@ def layer_query(
 
 
 def split_asks(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow]]:
-    """Divides what is asked of one shard into messages that are within the limits: one, but for long prompts."""
+    """Divides what is asked of one shard into messages within the limits: a single one, except for long prompts."""
     if _fits(rows, query):
         return [list(rows)]
     parts: list[list[AskedRow]] = []
@@ -121,7 +122,8 @@ def _may_ship(query: LayerQuery) -> bool:
 
 
 def _by_subtrees(row: AskedRow, query: LayerQuery) -> Iterator[AskedRow]:
-    """Yields what a row wants, a subtree at a time; one that is too much for a message, by halves."""
+    """Yields what a row wants, one subtree at a time; a subtree that is too large for a message is divided into
+    halves."""
     left = list(reversed(row.subtrees))
     while left:
         subtree = left.pop()
@@ -154,14 +156,14 @@ def _work(query: LayerQuery, tokens: int, cuts: int) -> int:
 
 
 _TRIES = 3
-"""Loads of the same blocks that may fail, one after the other, before they count as lost."""
+"""Failed loads in a row after which blocks count as lost."""
 
 _TICKETS = 64
-"""Lists of blocks whose tickets are kept. A call has one for each part of the context that fits a buffer; for each
-beyond so many, the coordinator is asked once more, which takes less time than the load."""
+"""Lists of blocks whose tickets are kept. A call has one for each part of the context that fits a buffer; for each part
+beyond this number, the coordinator is asked again, which takes less time than the load."""
 
 BlockRun = tuple[KVSpec, Sequence[SequenceBlock], Ticket]
-"""Blocks of one namespace, and the ticket that says where they lie."""
+"""Blocks of one namespace, and the ticket that names where they lie."""
 
 
 class LayerLoads:
@@ -182,8 +184,8 @@ class LayerLoads:
         self._find = find
         self.lost = lost
         self.turn = StepTurn(lock, "another thread streams blocks through scratch pages")
-        """Had by a call from when it takes scratch pages until it has freed them: there need not be room for those of
-        two calls, and their loads would only wait for one another."""
+        """A call holds it from when it takes scratch pages until it has freed them: there may be no room for those of
+        two calls, and their loads would only wait for each other."""
         self._lock = threading.Lock()
         # By the names of blocks, since one that is written again gets another; those used last are the last.
         self._runs: dict[tuple[BlockHash | None, ...], list[BlockRun]] = {}
@@ -262,7 +264,7 @@ class LayerLoad:
             self._begin(deadline)
 
     def cancel(self) -> None:
-        """Ends it: nothing is written any more."""
+        """Ends the load: when this returns, nothing is written any more."""
         for _, transfer in self._under_way:
             transfer.cancel()
 

@@ -34,10 +34,10 @@ from kvcluster.transfers.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.transport.base import Deadline
 
 _LEND_AGAIN_S = 5.0
-"""After so long, blocks that must be streamed are asked for again on this host, where none of them was before."""
+"""How long blocks that must be streamed are not asked for again on this host, if none of them could be borrowed."""
 
 _TRIES = 3
-"""Loads of one block that may fail, one after the other, before it counts as lost."""
+"""Failed loads in a row after which a block counts as lost."""
 
 
 class SequenceLoads:
@@ -85,7 +85,7 @@ class SequenceLoads:
     def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
         """Loads those of these blocks of a sequence that are absent into the resident set, and waits for them. The
         caller holds all of them (SequenceRunner.holding). Raises ResidentSetFull, or LostTokens if one of them cannot
-        be had, or not by the deadline."""
+        be loaded by the deadline."""
         failed: list[LostTokens] = []
         waited = False
         while True:
@@ -112,8 +112,9 @@ class SequenceLoads:
         self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, lend: bool, only_free: bool = False
     ) -> Loss:
         """Borrows absent blocks, if they may be lent, and begins to load the others. The caller holds them, and those
-        that are needed with them. With `only_free` no page is taken that holds a block: what finds no room is not
-        loaded. Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
+        that are needed with them. With `only_free` no page is taken that holds a block: blocks without room are not
+        loaded. Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them can be neither
+        borrowed nor loaded."""
         loss = Loss.EXACT
         for spec, chunk, ticket in self._prepared(blocks, deadline):
             loss = max(loss, ticket.loss)
@@ -161,10 +162,10 @@ class SequenceLoads:
                 return self._lost(fetch.blocks[loaded], Miss(MissReason.DEADLINE, "its load failed, and others read"))
             if fetch in self.absent.fetches:
                 self._settle(fetch, loaded)
-        came = fetch.transfer.result()
-        if came.blocks == len(fetch.blocks):
+        result = fetch.transfer.result()
+        if result.blocks == len(fetch.blocks):
             return None
-        return self._lost(fetch.blocks[came.blocks], came.miss or Miss(MissReason.DEADLINE, "its load failed"))
+        return self._lost(fetch.blocks[result.blocks], result.miss or Miss(MissReason.DEADLINE, "its load failed"))
 
     def valid(self, loan: BorrowedBlocks) -> bool:
         """Whether what was read of a loan counts. If not, its blocks are absent. The caller is still `reading`: as soon

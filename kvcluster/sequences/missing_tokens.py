@@ -1,17 +1,16 @@
 """Which tokens of sequences are lost: the resident set does not have their blocks, and no shard that answers does.
 
-The coordinator says where blocks lie. It learns of a killed shard only when that shard's reports stop, so each shard
-that it names is asked whether it is still there; blocks of one that is not are looked for on others. If no other has
-them, the coordinator is asked again until it knows, since it would take a block that is stored meanwhile for one that
-the cluster has. A block that was stored a moment ago may not have been reported yet: the shards that were written to
-report before it counts as lost. A coordinator that has just restarted does not know all blocks yet: it is asked again
-until it does.
+`MissingTokens` searches. The coordinator reports where blocks lie. It learns of a killed shard only when that shard's
+reports stop, so each shard that it names is asked whether it is up; blocks of one that does not answer are looked for
+on others. If no other has them, the coordinator is asked again until it knows of the failure: until then it would take
+a block that is stored again for one that the cluster still has. A block that was stored a moment ago may not have been
+reported yet: the shards that were written to are asked to report before it counts as lost. A coordinator that has just
+restarted does not know all blocks yet: it is asked again until it does.
 
-The absent blocks of one client's sequences that can be attended to nevertheless: pages that were borrowed from
-shards of this host, and pages of the resident set into which blocks are being loaded. It performs no I/O.
-
-A block stays here until no sequence refers to it or the resident set has it; `sweep` removes it then. What is removed
-may be in use, so the caller sweeps only while nothing reads (SequenceRunner.reading).
+`AbsentBlocks` keeps the absent blocks of one client's sequences that can be attended to nevertheless: in pages borrowed
+from shards of this host, or in pages of the resident set into which they are being loaded. It performs no I/O. A block
+is kept until no sequence refers to it or the resident set has it; then `sweep` removes it. What is removed may be in
+use, so the caller sweeps only while nothing reads (SequenceRunner.reading).
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ from kvcluster.transfers.zero_copy import BorrowedBlocks
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 
 _PAUSE_S = 0.05
-"""Between two questions to a coordinator that does not answer, or does not know all blocks yet."""
+"""The pause between two questions to a coordinator that does not answer, or does not know all blocks yet."""
 
 _LAST_S = 4 * _PAUSE_S
-"""With less time than this left nothing is asked again: what is known by then is the answer."""
+"""With less time than this left, nothing is asked again: the result is what is known then."""
 
 _UNDECIDED = (MissReason.REBUILDING, MissReason.PENDING)
-"""The coordinator does not know these blocks yet; another worker stores them; or it does not know yet that the shard
-which had them is gone."""
+"""The coordinator does not know these blocks yet; another worker stores them; or it does not know yet that their shard
+has failed."""
 
 _PING_SHARE = 4
-"""A shard has 1/4 of the time left to show that it is there."""
+"""A shard has 1/4 of the time left to answer."""
 
 
 @dataclass
@@ -106,7 +105,7 @@ class MissingTokens:
             lost = self._lost(dict.fromkeys(block for of_state in absent for block in of_state), deadline)
         except Unavailable as error:
             raise Unreachable(f"the coordinator does not answer: {error.miss}; ask again for what is missing") from None
-        with self._runner.lock:  # what was brought back meanwhile is there
+        with self._runner.lock:  # some may have been loaded meanwhile
             return [_ranges(state, [block.depth for block in _absent(state) if block in lost]) for state in states]
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -138,12 +137,12 @@ class MissingTokens:
         return search.lost
 
     def _ask(self, search: _Search, deadline: Deadline) -> None:
-        """Looks for the blocks that were not found so far: where the coordinator says, or on other shards if those do
-        not answer."""
+        """Looks for the blocks that were not found so far: on the shards that the coordinator names, then on others if
+        those do not answer."""
         believed = self._look(search, [*search.lost], (), deadline)
-        gone = -1
-        while believed and len(search.gone) > gone:
-            gone = len(search.gone)
+        unreachable = -1
+        while believed and len(search.gone) > unreachable:
+            unreachable = len(search.gone)
             avoid = tuple(dict.fromkeys(shard.shard for shard in search.gone))[: limits.AVOIDED_SHARDS]
             self._look(search, believed, avoid, deadline)
             believed = [block for block in believed if block in search.lost]
@@ -152,8 +151,8 @@ class MissingTokens:
     def _look(
         self, search: _Search, blocks: Sequence[SequenceBlock], avoid: tuple[ShardId, ...], deadline: Deadline
     ) -> list[SequenceBlock]:
-        """Asks where these blocks lie, but on shards to `avoid`. Those on shards that answer are found. Returns those
-        on shards that do not."""
+        """Asks where these blocks lie, except on the shards in `avoid`. Blocks on shards that answer count as found.
+        Returns those on shards that do not answer."""
         believed: list[SequenceBlock] = []
         for block, fate, spec in self._fates(blocks, avoid, deadline):
             if fate.plan is None:
@@ -167,7 +166,7 @@ class MissingTokens:
     def _fates(
         self, blocks: Sequence[SequenceBlock], avoid: tuple[ShardId, ...], deadline: Deadline
     ) -> Iterator[tuple[SequenceBlock, BlockFate, KVSpec]]:
-        """Asks the coordinator, and yields what it says of each block, and the spec that names its namespace."""
+        """Asks the coordinator, and yields each block with its fate, and the spec of its namespace."""
         for spec, some, question in block_questions(self._specs, self._part, self._accept, blocks, avoid):
             fates = self._control.ask(Explained, spec, question, deadline).fates
             each = [fate for fate in fates for _ in range(fate.count)]

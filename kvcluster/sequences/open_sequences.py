@@ -5,7 +5,7 @@ stored, shared, copied and given up. Pure: it knows no memory, no clock and no t
     begin_step, advance, encode                  how it grows: every layer appends, then all tokens count
     reserve, mark_written                        how it grows if another writer writes its pages
     own                                          how it is overwritten
-    take, placed                                 how absent blocks come back into the resident set
+    take, placed                                 how absent blocks get back into the resident set
     stores                                       how sealed blocks reach the cluster, in batches, in their order
 
 A call that cannot be served raises, and changes nothing. The caller carries out the copies of pages that a call returns

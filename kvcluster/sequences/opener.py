@@ -123,12 +123,12 @@ class SequenceOpener:
             return resident_use(runner.machine, borrowed, waiting, self._spec.block_tokens)
 
     def shipped(self) -> ShippedCounts:
-        """Returns what was sent to shards and came back; nothing before the first sequence."""
+        """Returns what was sent to shards and received from them; nothing before the first sequence."""
         loaded = 0 if self._resources is None else self._resources.loads.loaded_bytes
         return replace(self.counter.counts(), loaded_bytes=loaded)
 
     def end(self) -> None:
-        """Closes all sequences. Returns at once: before `close`, what the thread waits for is to be ended."""
+        """Closes all sequences. Returns at once: the caller then ends what the thread waits for, and calls `close`."""
         with self._lock:
             self._closed = True
             resources = self._resources

@@ -18,7 +18,7 @@ from kvcluster.sequences.resident_memory import ResidentMemory
 from kvcluster.sequences.state import SequenceState
 from kvcluster.transfers.zero_copy import BorrowedBlocks
 
-_NOWHERE = 0  # the address of a page that is not there
+_NO_ADDRESS = 0  # stands for a block that has no page
 
 
 class PageMap:
@@ -34,7 +34,7 @@ class PageMap:
         self._generation = absent.generation
         self._read = 0  # the version of the table up to which the addresses are those of its entries
         self._stop = 0  # the length of the table then
-        self._nowhere: set[int] = set()  # depths whose address is _NOWHERE
+        self._unplaced: set[int] = set()  # depths whose address is _NO_ADDRESS
         self._lent: dict[int, SequenceBlock] = {}  # depths whose page is borrowed
         self._fetched: dict[int, BlockFetch] = {}  # the load of each depth whose page is on its way
         self._addresses = torch.zeros(0, dtype=torch.int64)
@@ -45,19 +45,18 @@ class PageMap:
         self._span: tuple[tuple[int, PageLayout, int, int], PageAddresses] | None = None
 
     def missing(self, first: int, stop: int) -> list[SequenceBlock]:
-        """Brings the addresses up to date, and returns those of the blocks from depth `first` up to `stop` that are
-        nowhere."""
+        """Brings the addresses up to date, and returns the blocks from depth `first` up to `stop` that have no page."""
         state, changed = self._state, self._state.table.changed_since(self._read)
         self._read = state.table.version
         if self._generation != self._absent.generation:
             self._generation, changed = self._absent.generation, 0
         if changed is not None:
             self._write(changed)
-        if not self._nowhere:
+        if not self._unplaced:
             return []
-        few = len(self._nowhere) < stop - first
-        holes = sorted(self._nowhere) if few else range(first, stop)
-        holes = [depth for depth in holes if first <= depth < stop and depth in self._nowhere]
+        few = len(self._unplaced) < stop - first
+        holes = sorted(self._unplaced) if few else range(first, stop)
+        holes = [depth for depth in holes if first <= depth < stop and depth in self._unplaced]
         absent = [depth for depth in holes if not self._find(depth)]
         if len(absent) < len(holes):
             self._changed()
@@ -78,8 +77,8 @@ class PageMap:
         tokens: int,
         places: Mapping[SequenceBlock, int] | None = None,
     ) -> PageSpan:
-        """Returns the blocks from depth `first` up to `stop` as far as they lie before position `tokens`. With `places`
-        those that are nowhere are read raw at these addresses."""
+        """Returns the blocks from depth `first` up to `stop` as far as they lie before position `tokens`. With
+        `places`, those that have no page are read raw at these addresses."""
         key = (self.version, layout, first, stop)
         if places is not None:
             pages = self._pages_with(layout, first, stop, places)
@@ -98,8 +97,8 @@ class PageMap:
         self, layout: PageLayout, first: int, stop: int, places: Mapping[SequenceBlock, int]
     ) -> PageAddresses:
         addresses, codecs, blocks = self._addresses[first:stop].clone(), self._codecs[first:stop], self._state.blocks
-        if self._nowhere:
-            holes = (addresses == _NOWHERE).nonzero().flatten()
+        if self._unplaced:
+            holes = (addresses == _NO_ADDRESS).nonzero().flatten()
             found = [places[blocks[first + at]] for at in holes.tolist()]
             addresses[holes] = torch.tensor(found, dtype=torch.int64)
             codecs = codecs.index_fill(0, holes, int(Codec.RAW))
@@ -115,7 +114,7 @@ class PageMap:
         for depths in (self._lent, self._fetched):
             for depth in [depth for depth in depths if depth >= first]:
                 del depths[depth]
-        self._nowhere.difference_update(range(first, self._stop))
+        self._unplaced.difference_update(range(first, self._stop))
         self._stop = stop
         if not first:
             self._kinds = frozenset({Codec.RAW})
@@ -123,14 +122,14 @@ class PageMap:
             addresses, codecs = self._memory.addresses(torch.frombuffer(table.memory, dtype=torch.int32)[first:stop])
             self._addresses[first:stop] = addresses
             self._codecs[first:stop] = codecs
-            for at in (addresses == _NOWHERE).nonzero().flatten().tolist():
-                self._nowhere.add(first + at)
+            for at in (addresses == _NO_ADDRESS).nonzero().flatten().tolist():
+                self._unplaced.add(first + at)
                 self._find(first + at)
             self._kinds |= {codec for codec in Codec if bool((self._codecs[first:stop] == int(codec)).any())}
         self._changed()
 
     def _find(self, depth: int) -> bool:
-        """Writes the address of an absent block, if it is somewhere."""
+        """Writes the address of an absent block, if it is borrowed or being loaded."""
         block = self._state.blocks[depth]
         if block in self._absent.lent:
             page = self._absent.lent[block]
@@ -143,7 +142,7 @@ class PageMap:
             self._codecs[depth] = Codec.RAW
         else:
             return False
-        self._nowhere.discard(depth)
+        self._unplaced.discard(depth)
         return True
 
     def _changed(self) -> None:
@@ -155,7 +154,7 @@ class PageMap:
         self._keeps = tuple(page.memory for page in lent)
 
     def addresses(self, depths: range) -> torch.Tensor:
-        """Returns where the blocks of these depths are, int64: 0 for those that are nowhere."""
+        """Returns where the blocks of these depths are, int64: 0 for those that have no page."""
         return self._addresses[depths.start : depths.stop]
 
 

@@ -1,5 +1,5 @@
-"""Memory for numbered pages of one size, which the operating system provides when a page is first written and takes
-back when it is told to."""
+"""Memory for numbered pages of one size. The operating system provides the memory of a page when it is first written,
+and takes it back on request."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """Sends the queries of a step to the shards that its plan names, one message to each, and gathers the results.
 
-Each shard is asked on a thread of its own, while the caller attends to what is here. A shard is first told of spans
-that are new. One that does not answer, declines, or lacks a span has failed in this step: what was asked of it is
-placed elsewhere, or loaded, when the step is planned again. Results that came from others are not used then, so nothing
-is counted twice.
+Each shard is asked on a thread of its own, while the caller attends to the local pages. Spans that are new to a shard
+are registered there first. A shard that does not answer, declines, or lacks a span has failed in this step: the step is
+planned again, and what that shard was asked for is placed on another, or loaded.
 
-What was sent to shards in one step, and what has come back. A step counts only if every shard has done its part:
-results of some are never merged with a second computation of the rest.
+A `Shipment` is what was sent to shards in one step, and the results received. It counts only if every shard has done
+its part: results of some shards are never merged with a second computation of the rest, so nothing is counted twice.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ShardResults(NamedTuple):
     @staticmethod
     def gathered(answers: Iterable[ShardResults | ShardFailure]) -> ShardResults | ShardFailure:
         """Returns what one shard has answered to several messages of a step: all results, with the worst loss of any;
-        or its first failure, behind which no answer is taken."""
+        or its first failure, after which no answer is read."""
         found, loss = list[tuple[int, "list[Partial]"]](), Loss.EXACT
         for answer in answers:
             if isinstance(answer, ShardFailure):
@@ -71,7 +70,8 @@ class ShardResults(NamedTuple):
 
 
 class ShardFailure(NamedTuple):
-    """A shard has not done its part: it was `busy`, or is lost or lacks pages, of which `lost` is the first cut."""
+    """A shard has not done its part: it was `busy`, does not answer, or lacks pages, of which `lost` is the first
+    cut."""
 
     busy: bool = False
     lost: int | None = None
@@ -86,17 +86,17 @@ class Shipment:
     busy: bool = False
     """Whether a shard was too busy."""
     lost: int | None = None
-    """The first position of what lost shards had, or had no longer."""
+    """The first position of the pages that failed shards had, or have lost."""
     error: Exception | None = None
     loss: Loss = Loss.EXACT
     results: dict[int, list[Partial]] = field(default_factory=dict)
     ended: float = 0.0
-    """When the last answer came, on the monotonic clock."""
+    """When the last answer arrived, on the monotonic clock."""
     lock: threading.Lock = field(default_factory=threading.Lock)  # not for threads that wait, which are interrupted
     changed: Wakeup = field(default_factory=Wakeup)
 
     def take(self, answer: ShardResults | ShardFailure) -> None:
-        """Takes what has become of one shard's part."""
+        """Records the results or the failure of one shard."""
         with self.lock:
             if isinstance(answer, ShardFailure):
                 self.failed, self.busy = True, self.busy or answer.busy
@@ -112,7 +112,8 @@ class Shipment:
         self.changed.notify()
 
     def wait(self, deadline: Deadline) -> bool:
-        """Returns whether every result has come by the deadline, before which each shard is given up."""
+        """Waits until each shard has answered or was given up, which happens before the deadline. Returns whether all
+        results have arrived."""
         ended = self.changed.wait_for(lambda: not self.left, deadline.remaining_s())
         if self.error is not None:
             raise self.error
@@ -120,13 +121,13 @@ class Shipment:
 
 
 THREADS = 16
-"""Shards that are asked at once; more wait for one another."""
+"""Shards that are asked at once; further ones wait."""
 
 _SHARE = 2
 """A shard has half of the time of a call, so that the other half is left to load what it does not attend to."""
 
 _PAUSE_S = 0.02
-"""A compute takes about as long."""
+"""About as long as a shard computes for one message."""
 
 _TRIES = 3
 """How often one shard is asked in one step: over another path, or after its spans were registered again."""
@@ -197,7 +198,7 @@ class RemoteAttention:
                 self.places.avoid(shard)
                 if isinstance(error, Unavailable):
                     answer = ShardFailure(lost=min(row.cuts[0].cut for row in rows))
-            except Exception as error:  # a bug, raised where the step is
+            except Exception as error:  # a bug, raised on the thread of the step
                 shipment.error = error
             if isinstance(answer, ShardFailure):
                 self.counter.failed()
@@ -232,12 +233,12 @@ class RemoteAttention:
                 self.places.avoid(shard)
                 return ShardFailure(busy=answer.reason is DeclineReason.BUSY)
             if not self._again(shard, answer, rows, named):
-                gone = {span for span, why in answer.spans if why in (SpanMiss.GONE, SpanMiss.CORRUPT)}
+                lost = {span for span, why in answer.spans if why in (SpanMiss.GONE, SpanMiss.CORRUPT)}
                 cuts = [
                     cut.cut
                     for row, spans in zip(rows, named, strict=True)
                     for cut, span in zip(row.cuts, spans, strict=True)
-                    if span in gone
+                    if span in lost
                 ]
                 return ShardFailure(lost=min(cuts, default=None))
         self.places.avoid(shard)
@@ -250,8 +251,8 @@ class RemoteAttention:
         rows: Sequence[AskedRow],
         named: Sequence[Sequence[SpanId]],
     ) -> bool:
-        """Whether the shard is to be asked again, because it only did not know spans. Otherwise remembers which it
-        lacks."""
+        """Whether the shard is to be asked again, because it only did not know the spans. Otherwise records which spans
+        it lacks."""
         if all(why is SpanMiss.UNKNOWN for _, why in answer.spans):
             with self._lock:
                 self._spans.forget(shard)
@@ -264,7 +265,7 @@ class RemoteAttention:
         return False
 
     def _register(self, shard: ShardAddress, rows: Sequence[AskedRow], deadline: Deadline) -> list[tuple[SpanId, ...]]:
-        """Returns the spans of each row, all of which the shard has been told of."""
+        """Registers spans that are new to the shard. Returns the spans of each row."""
         with self._lock:
             named = [tuple(self._spans.named(shard, cut) for cut in row.cuts) for row in rows]
             messages = self._spans.messages(shard)

@@ -1,13 +1,13 @@
-"""The spans that one worker has registered at shards: their numbers, and what each shard is still to be told. Pure.
+"""The spans of pages that the rows of a batch attend to, and their registration at shards. Pure.
 
-A span is a cut of positions that a shard has whole. It has one number at its shard for ever; which rows name it changes
-from step to step. Spans whose blocks no sequence refers to any more are ended with the next message to their shard.
+`shared_spans`: blocks that several rows share, forks of one sequence for example, are one span, which attention reads
+once for all of them. Blocks are nodes of a tree (blocks.py), so two rows share everything before the first block in
+which they differ, which is found by bisection. It knows no memory: a span is a range of depths.
 
-The spans of pages that the rows of a batch attend to. Blocks that several rows share, forks of one sequence say, are
-one span, which attention reads once for all of them.
-
-Blocks are nodes of a tree (blocks.py), so two rows share what comes before the first block in which they differ, which
-is found by bisection. It knows no memory: a span is a range of depths.
+`RemoteSpans`: the spans that one worker has registered at shards, their numbers, and what is still to be sent to each
+shard. Such a span is a cut of positions that a shard has whole. It keeps its number at that shard; which rows name it
+changes from step to step. Spans whose blocks no sequence refers to any more are ended with the next message to their
+shard.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _Key = tuple[BlockHash | None, int, Loss]
 again gets another one."""
 
 _MOST = limits.SPANS_PER_HOLDER // 2
-"""Spans kept at one shard; the rest of what it allows is for those that are not told to have ended yet."""
+"""Spans kept at one shard; the rest of what it allows is for those whose end has not been sent yet."""
 
 
 class _AtShard:
-    """The spans of one shard incarnation. Of `known`, the last named comes last."""
+    """The spans of one shard incarnation. `known` is in the order in which they were last named."""
 
     def __init__(self) -> None:
         self.known: dict[_Key, tuple[SpanId, SequenceBlock]] = {}
@@ -68,8 +68,8 @@ class RemoteSpans:
         return span
 
     def messages(self, shard: ShardAddress) -> list[tuple[bool, RegisterSpans]]:
-        """Returns what a shard is to be told before it is asked, each with whether the namespace is the private one.
-        `registered` must follow each that was answered."""
+        """Returns the messages to send to a shard before it is asked, each with whether its namespace is the private
+        one. `registered` must be called with each that was answered."""
         at = self._shards.get(shard)
         if at is None or not at.new:
             return []
@@ -82,18 +82,19 @@ class RemoteSpans:
         return made
 
     def registered(self, shard: ShardAddress, message: RegisterSpans) -> None:
-        """A shard has answered a message: it knows these spans, and that others have ended."""
+        """Records that a shard has answered a message: it knows the new spans, and has ended the others."""
         at = self._shards.get(shard)
         if at is None:  # forgotten since
             return
         for blocks in message.spans:
             at.new.pop(blocks.span, None)
             at.private.pop(blocks.span, None)
-        told = dict.fromkeys(message.ended)
-        at.ended = [span for span in at.ended if span not in told]
+        ended = dict.fromkeys(message.ended)
+        at.ended = [span for span in at.ended if span not in ended]
 
     def forget(self, shard: ShardAddress) -> None:
-        """A shard knows no span of this worker any more: all are registered again when they are named."""
+        """Records that a shard has forgotten all spans of this worker: they are registered again when they are
+        named."""
         self._shards.pop(shard, None)
 
     def sweep(self) -> None:
@@ -108,8 +109,8 @@ class RemoteSpans:
     # ------------------------------------------------------------------------------------------- helpers
 
     def _accepts(self, cut: CutBlocks) -> Loss:
-        """Returns the loss that a shard's pages of a cut may have: of blocks that are here, too, no more than here, so
-        that the result does not show which were read."""
+        """Returns the loss that a shard's pages of a cut may have: for blocks that also have local pages no more than
+        these, so that the result does not depend on which were read."""
         return cut.loss if cut.held else max(cut.loss, self._accept)
 
     @staticmethod

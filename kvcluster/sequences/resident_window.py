@@ -2,9 +2,9 @@
 Pure.
 
 Blocks are encoded when they leave the tail, in batches, at lengths that the policy alone determines, so that a
-generation can be repeated. A block that will be stored keeps its raw page, too, until the cluster has it: what is
-stored is what the block was. A fork whose policy encodes nothing goes on with the raw page; so a table entry says
-which form its sequence uses.
+generation can be repeated. A block that will be stored keeps its raw page, too, until the cluster has it, since it is
+stored as it was before. A fork whose policy encodes nothing continues to use the raw page; so a table entry names the
+form that its sequence uses.
 
 A sequence that drops the oldest keeps positions: the blocks stay in its table, as absent, and attention leaves them
 out. What it makes from then on depends on what it dropped, so it is private.
@@ -25,7 +25,7 @@ from kvcluster.sequences.resident_pages import ResidentPages
 from kvcluster.sequences.state import SequenceState
 
 _DROPS = 16
-"""The oldest are dropped so many times while `max_tokens` tokens are made."""
+"""How often the oldest blocks are dropped while `max_tokens` tokens are made."""
 
 
 class Encoding(NamedTuple):

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvcluster.sequences.resident_memory import ResidentMemory
 
 _SYNC_INTERVAL_NS = 500_000_000
-"""Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
+"""Changes of tables are collected for this long: a worker sends at most two messages a second to the coordinator."""
 
 
 @dataclass(frozen=True)

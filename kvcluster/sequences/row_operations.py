@@ -1,7 +1,7 @@
 """What Sequence and SequenceBatch do with their rows: an operation is done for all of them or, if it raises, for none.
 
-Blocks that an operation needs are brought into the resident set first, and held there together. What may still fail
-then is checked for all rows before the first one is changed.
+Blocks that an operation needs are brought into the resident set first, and held there together. Everything that may
+still fail is checked for all rows before the first one is changed.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class RowOperations:
 
     def flush(self, states: Sequence[SequenceState], deadline: Deadline) -> bool:
         """Seals all full blocks, and waits until they are stored and other workers find them. Returns False if the
-        deadline comes first or a store has failed."""
+        deadline passes first or a store has failed."""
         runner = self._runner
         with runner.lock:
             for state in states:
@@ -170,9 +170,9 @@ class RowOperations:
     def _with_blocks(
         self, rows: Sequence[SequenceRow], deadline: Deadline, call: Callable[[], R], *, hold: bool = False
     ) -> R:
-        """Returns `call()`, made in the lock while all blocks of these rows are in the resident set. While it raises
-        ResidentSetFull it is made again, as SequenceRunner.with_room does. With `hold` none of these blocks gives up
-        its page for one that the call takes."""
+        """Loads all blocks of these rows into the resident set, then calls `call` in the lock and returns its result.
+        While it raises ResidentSetFull it is called again, as by SequenceRunner.with_room. With `hold` none of these
+        blocks gives up its page for one that the call takes."""
         runner = self._runner
 
         def away() -> bool:

@@ -1,5 +1,5 @@
-"""Carries out what the sequences of one client need of the cluster without its user waiting: block tables are kept up
-to date, and sealed blocks are stored. Loads are made by the threads that need them (loads.py).
+"""Background work for the sequences of one client: it keeps the block tables at the coordinator up to date and stores
+sealed blocks. Loads are made by the threads that need them (loads.py).
 
 One thread, started with the first sequence, synchronises tables and stores, so no step of an engine waits for either.
 `lock` guards the machine and the pages; it is never held during I/O, and is notified when a store has ended. Attention
@@ -44,7 +44,7 @@ _RETRY_S = 0.5
 """The pause after a store that failed."""
 
 _SYNC_MS = 2_000
-"""The deadline of one synchronisation. It is repeated, so none of its callers waits longer for `close`."""
+"""The deadline of one synchronisation. It is repeated if it fails, so `close` waits no longer than this for it."""
 
 
 class RunnerLoads(Protocol):
@@ -170,8 +170,8 @@ class SequenceRunner:
         return len(self.machine.stores) + self._storing
 
     def wait_for_stores(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
-        """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`;
-        False if the client is closed."""
+        """Waits until `enough()`, which is called after each store, or no store is pending. Returns `enough()`; False
+        if the client is closed."""
         self.wake()
         self.lock.holds_by(lambda: enough() or not self.stores_pending or self._closed, deadline)
         return not self._closed and enough()
@@ -247,7 +247,7 @@ class SequenceRunner:
 
     @contextmanager
     def holding(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Iterator[None]:
-        """Within it these blocks keep the pages that they have and get, so what brings them all together succeeds. One
+        """Within it these blocks keep the pages that they have and get, so that all of them can be loaded together. One
         thread at a time: two that each hold what the other needs would wait for ever. Others that need a page wait.
         Raises ResidentSetFull if another thread still has the turn at the deadline."""
         with self._turn.taken(deadline):
@@ -262,7 +262,7 @@ class SequenceRunner:
                     self.lock.notify_all()
 
     def wait_for_readers(self, deadline: Deadline) -> bool:
-        """Waits until nothing reads. Returns False if the deadline comes first. Called in the lock."""
+        """Waits until nothing reads. Returns False if the deadline passes first. Called in the lock."""
         self._evicting += 1
         try:
             return self.lock.holds_by(lambda: not self.readers, deadline)
@@ -273,7 +273,8 @@ class SequenceRunner:
     # ------------------------------------------------------------------------------------------- without the lock
 
     def failed(self, error: BaseException) -> None:
-        """A call of this thread has ended with this exception, perhaps before it could say that it reads no more."""
+        """Records that a call of this thread has ended with this exception, perhaps before it could record that it no
+        longer reads."""
         self.lock.failed(error, lambda: self.readers.pop(threading.get_ident(), None))
 
     def abandon(self, state: SequenceState) -> None:

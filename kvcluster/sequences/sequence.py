@@ -1,4 +1,4 @@
-"""A sequence: KV that grows token by token, as one tensor for its user, whatever lies where.
+"""A sequence: KV that grows token by token, as one tensor for its user, wherever its pages lie.
 
     with client.sequence(prompt) as seq:         # begins with the cached prefix: seq.length tokens are there already
         seq.append(layer, k, v)                  # [tokens, kv_heads, head_dim], for every layer
@@ -9,8 +9,8 @@
 
 What was appended lies in the resident set of the client, in pages that forks share. Full blocks behind the tail are
 sealed and stored in the background, so that other workers find them; then their pages may be used for others, and the
-blocks come back when they are read. Nothing of a step waits for the cluster, unless the resident set is full of
-blocks that are not stored yet.
+blocks are loaded again when they are read. No step waits for the cluster, unless the resident set is full of blocks
+that are not stored yet.
 
 A worker that dies loses what was not sealed. A block that the cluster has lost meanwhile, and that has left the
 resident set, is lost too: LostTokens names the first token of it, and `missing` all that has to be computed again.
@@ -192,7 +192,7 @@ class Sequence(Unpicklable):
     def advance(self, token_ids: int | TokenIds) -> None:
         """Makes the tokens of this step count. Blocks whose token ids are given can be found by other workers; if only
         their number is given, they and all blocks after them stay this sequence's own. Blocks that leave the tail are
-        encoded, if the policy says so.
+        encoded, if the policy has a codec for them.
 
         Raises CallerError if not every layer has appended as many tokens, or for something that is no token id;
         ResidentSetFull. Nothing is changed then.
@@ -250,7 +250,7 @@ class Sequence(Unpicklable):
     def missing(self, *, deadline_ms: float | None = None) -> list[range]:
         """Returns the ranges of positions whose tokens are lost, in order: neither the resident set has them, nor a
         shard that answers. Nothing is loaded. A fork that is truncated to the start of a range may compute it again,
-        with its token ids, and `flush`; then this sequence has it, too. Private tokens have to be truncated.
+        with its token ids, and `flush`; then this sequence can load it, too. Private tokens have to be truncated.
 
         Raises Unreachable if the coordinator does not answer by the deadline, or has restarted and does not know all
         blocks by then.
@@ -278,19 +278,19 @@ class Sequence(Unpicklable):
         `[tokens, heads, head_dim]` in the query's dtype, computed in float32.
 
         Pages are read where they lie: in the resident set, or in shards of this host, raw or encoded. Others are loaded
-        into the resident set, and the next layer is on its way while this one is attended to. What finds no room there
-        is streamed: only this layer of it is loaded, in parts, each by a deadline of its own, and none is kept. The
-        bits of the result do not depend on where pages lie (docs/attention.md).
+        into the resident set, and the next layer is on its way while this one is attended to. Blocks without room there
+        are streamed: only this layer of them is loaded, in parts, each by a deadline of its own, and nothing is kept.
+        The bits of the result do not depend on where pages lie (docs/attention.md).
 
         With a `planner` (ShipAbsent), spans that a shard has may be attended to there: the query goes to it, and
-        results come back, so they need no room here. The bits are the same. A shard that does not do its part is
-        replaced by another that has the pages, or they are loaded.
+        results come back, so they need no room here. The bits are the same. If a shard fails, another that has the
+        pages is asked, or they are loaded.
 
         `scale` defaults to head_dim ** -0.5; `softcap`, `window` and learned `sinks`, `[heads]`, are explained there.
         Of a latent plane (MLA) the first `latent_values` channels are the values, so the result has as many.
 
         Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded, and there is no
-        room for one layer of some 1,024 of them; LostTokens if the cluster has lost some, or they do not come by the
+        room for one layer of some 1,024 of them; LostTokens if the cluster has lost some, or they do not arrive by the
         deadline.
         """
         from kvcluster.sequences.batch_attention import BatchAttention, Scores
@@ -330,7 +330,7 @@ class Sequence(Unpicklable):
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Seals all full blocks, the tail's included, and waits until they are stored and other workers find them.
-        Returns False if the deadline comes first or a store has failed."""
+        Returns False if the deadline passes first or a store has failed."""
         return self._rows.flush([self.checked()], self._deadline(deadline_ms))
 
     def close(self) -> None:

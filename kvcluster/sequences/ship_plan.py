@@ -3,9 +3,8 @@ has chosen.
 
 The unit is a cut of positions (core/position_tree.py). A cut may be shipped if every position of it is attended to, and
 lies in blocks that the cluster has exactly as the sequence has them: named, stored, and not encoded in the resident
-set. A cut that is partly dropped, behind a window's edge, or not sealed yet stays here. So each place has whole cuts,
-and what it computes are the largest subtrees that it has whole: nodes of the one tree, whose merge has the bits of one
-call.
+set. A cut that is partly dropped, behind a window's edge, or not sealed yet stays here. So each process has whole cuts,
+and computes the largest subtrees that it has whole: nodes of one tree, whose merge has the bits of a single call.
 """
 
 from __future__ import annotations
@@ -39,7 +38,8 @@ class SeenBlocks(NamedTuple):
 
 
 class CutBlocks(NamedTuple):
-    """A cut of positions, and the blocks that hold it. Blocks are nodes of a tree, so the last one tells them all.
+    """A cut of positions, and the blocks that hold it. Blocks are nodes of a tree, so the last one identifies all of
+    them.
 
     `loss` is the worst of them, and `held` says whether the resident set has a page of any: both hold as long as no
     page moves."""
@@ -107,7 +107,7 @@ class ShardSpan(NamedTuple):
     def facts(
         self, queries: Sequence[int], page_bytes: int, *, fetching: bool = False, lent: bool = False
     ) -> SpanFacts:
-        """Returns what a planner is told. `queries` are those of each row of the step."""
+        """Returns the facts that a planner gets. `queries` are the query tokens of each row of the step."""
         absent = sum(block.page is None for block in self.blocks)
         return SpanFacts(
             self.start,

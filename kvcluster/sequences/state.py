@@ -5,9 +5,9 @@ decides nothing about others.
 before that, lie behind them: `step` is their number, and `appended` names the layers that have them.
 
 The blocks from depth `dropped.start` up to `dropped.stop` are not attended to any more. Those before depth `encoded`
-have left the tail: they are encoded, if the policy says so. `loss` is the worst of what the tokens that come next are
-computed from. Sequences that were forked from one another have one `family`. Those of different families share no
-block, so a change to a block concerns its family alone, however many sequences are open.
+have left the tail: they are encoded, if the policy has a codec for them. `loss` is the worst loss of what the next
+tokens are computed from. Sequences that were forked from one another have one `family`. Those of different families
+share no block, so a change to a block concerns its family alone, however many sequences are open.
 
 Without `publish` no block is sealed but those that the sequence began with: what it makes stays in this process. Its
 family is like it.

@@ -1,9 +1,6 @@
-"""What a worker's sequences take: plain, printable values.
-
-Where the spans of a step were attended to, and why: what `explain_attention` returns.
-
-Counts what attention of one client's sequences has chosen, sent and received.
-"""
+"""Statistics of a worker's sequences, as plain, printable values: how much they take (SequenceUse, ResidentUse), where
+the spans of a step were attended to and why (AttendExplanation, which `explain_attention` returns), and what remote
+attention has chosen, sent and received (ShippedCounts)."""
 
 from __future__ import annotations
 

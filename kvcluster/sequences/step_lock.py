@@ -1,6 +1,6 @@
 """The lock of the sequences of one client, which knows whether what it guards is whole.
 
-Whatever changes sequences does so in this lock, and checks before it begins to change: what raises a KVClusterError has
+Every change of sequences is made in this lock, and checked before it begins: a call that raises a KVClusterError has
 changed nothing. Any other exception, such as KeyboardInterrupt by Ctrl-C or a lack of memory in the middle of a copy,
 may leave half of a change behind. Then the sequences are `broken`, for good: nothing more of them is read, and nothing
 of them is stored. A wait in the lock is no change, so it may be interrupted.
@@ -61,8 +61,8 @@ class StepLock(_RLock):  # type: ignore[misc]
         return self._waited(lambda: bool(self._condition.wait_for(predicate, timeout)))
 
     def holds_by(self, predicate: Callable[[], object], deadline: Deadline) -> bool:
-        """Waits until this holds, at most until the deadline. Returns whether it does; raises CallerError if the
-        sequences are broken, when what would make it hold may never come."""
+        """Waits until this holds, at most until the deadline. Returns whether it does. Raises CallerError if the
+        sequences are broken, since it might never hold then."""
         held = self.wait_for(lambda: self.broken or predicate(), deadline.remaining_s())
         self.check()
         return held
@@ -76,8 +76,8 @@ class StepLock(_RLock):  # type: ignore[misc]
 
 
 class StepTurn:
-    """What one thread at a time may have. It is guarded by the lock, and is no lock itself: a thread whose call was
-    interrupted, and that has not given it back, has broken the sequences, so none waits for it any more."""
+    """A turn that one thread at a time may have. It is guarded by the lock, and is no lock itself: if the call of a
+    thread that has it is interrupted, the sequences are broken, and no thread waits for the turn any more."""
 
     def __init__(self, lock: StepLock, why: str) -> None:
         self._lock = lock
@@ -105,10 +105,9 @@ class StepTurn:
 
 
 def whole(kind: type[T]) -> type[T]:
-    """Has each public method of a class, whose instances have a `_runner`, tell that of the exception that it ends
-    with."""
+    """Has each public method of a class pass the exception that it ends with to `failed` of its `_runner`."""
 
-    def telling(method: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -121,5 +120,5 @@ def whole(kind: type[T]) -> type[T]:
 
     for name, method in [*vars(kind).items()]:
         if not name.startswith("_") and callable(method):
-            setattr(kind, name, telling(method))
+            setattr(kind, name, reporting(method))
     return kind

@@ -34,7 +34,8 @@ _RESERVE = 16
 
 
 class _KnownSpans(NamedTuple):
-    """The spans of a batch, and what is told of each, as long as no page has moved: `key` says for when."""
+    """The spans of a batch and the facts of each. They hold as long as `key`, which changes when a page moves, is the
+    same."""
 
     key: Hashable
     spans: tuple[ShardSpan, ...]
@@ -55,7 +56,7 @@ class StepPlanner:
         self._planner: AttendPlanner | None = None
         self._plan = ShipPlan({}, [])
         self._known = _KnownSpans(None, (), (), 0)
-        self._step: StepFacts | None = None  # that of the plan, and what was chosen for its spans
+        self._step: StepFacts | None = None  # the facts of the last plan; then the choice for each of its spans
         self._choices: Sequence[SpanChoice] = ()
 
     def plan(
@@ -108,13 +109,13 @@ class StepPlanner:
         version = places.version
         with self._runner.lock:
             spans = tuple(shard_spans(cuts, places.place_of))
-            facts = self._told(rows, spans)
+            facts = self._facts(rows, spans)
             room = self._room_bytes() if any(fact.absent_bytes for fact in facts) else 0
         self._known = _KnownSpans((version, *key), spans, facts, room)
         return self._known
 
-    def _told(self, rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan]) -> tuple[SpanFacts, ...]:
-        """Returns what a planner is told of each span. Called in the lock."""
+    def _facts(self, rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan]) -> tuple[SpanFacts, ...]:
+        """Returns the facts of each span that a planner gets. Called in the lock."""
         absent, queries = self._loads.absent, [row.queries for row in rows]
         page_bytes = self._runner.machine.pages.page_bytes
         return tuple(

@@ -15,7 +15,7 @@ STORE_BLOCKS = 256
 """Blocks of one store: 512 MiB of Llama 3 8B's."""
 
 STORE_TRIES = 3
-"""Stores of one block that may fail. After that it stays in the resident set until its sequence drops it."""
+"""Failed stores of one block after which it stays in the resident set until its sequence drops it."""
 
 
 class StoreBatch(NamedTuple):

@@ -6,7 +6,7 @@ one half of the scratch pages while the piece before it is attended to in the ot
 absent block once, keeps none of them, and takes the same memory for a context of any length.
 
 Pieces are subtrees of the fixed tree over positions (core/position_tree.py), the largest whose absent blocks fit, and
-their results are merged along it as they come. So the bits are those of one call over all pages.
+their results are merged along the tree as soon as they are computed. So the bits are those of one call over all pages.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcluster.transport.base import Deadline
 
 _SHARE = 4
 """At most this part of the resident set is scratch, unless one cut needs more: the rest is better used by blocks that
-stay there. Larger pieces save little: the time of one is dominated by its bytes."""
+stay there. Larger pieces save little: their bytes dominate their time."""
 
 
 class ContextPiece(NamedTuple):
@@ -67,7 +67,7 @@ class StreamedAttention:
 
     def attend(self, call: StreamedCall, ready: Callable[[], bool]) -> Partial | None:
         """Attends. `ready`, called under the lock, returns whether what is being loaded into the resident set has this
-        layer. Returns None if not, or if pages were taken away meanwhile: the call has to be repeated. Raises
+        layer. Returns None if not, or if pages were withdrawn meanwhile: the call has to be repeated. Raises
         ResidentSetFull if there are no scratch pages for one cut of one row; LostTokens."""
         with self._runner.lock:
             absent = self._absent(call)

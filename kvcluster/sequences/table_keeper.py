@@ -1,12 +1,11 @@
 """Keeps the coordinator's block tables of one client's sequences up to date, in batches. Pure.
 
-The coordinator is told which blocks a sequence has when they are sealed, never their tokens: so it is asked once for
-many blocks of many sequences, and nothing waits for its answer. One message is under way at a time. It is numbered,
-and sent again unchanged until it is answered: the coordinator applies it once.
+When blocks of a sequence are sealed, the coordinator is sent their names, never their tokens. One message covers many
+blocks of many sequences, and nothing waits for its answer. One message is under way at a time. It is numbered, and sent
+again unchanged until it is answered: the coordinator applies it once.
 
-For each sequence this keeps how many blocks of the table, from the first, are as the coordinator was last told
-(`told`). A sequence that was never told of begins with the blocks that it shares with the sequence that it was forked
-from.
+For each sequence this keeps `told`, the number of leading blocks of the table that have been reported. A fork that has
+not been reported yet begins with the reported blocks that it shares with its parent.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from kvcluster.sequences.state import SequenceState
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the coordinator was told of a sequence. `state` is None once it is closed. `parent`: it is to be opened as a
-    fork of that sequence."""
+class _Reported:
+    """What has been reported of a sequence. `state` is None once it is closed. `parent`: it is to be opened as a fork
+    of that sequence."""
 
     state: SequenceState | None
     told: int = 0
@@ -31,7 +30,7 @@ class _Told:
     stale: bool = True
     """Whether the coordinator has more blocks than `told`, or does not know the sequence."""
     last: TableChange | None = None
-    """What it is told before it hears that the sequence is closed."""
+    """The change that is sent before the sequence is reported as closed."""
 
     @property
     def pending(self) -> bool:
@@ -46,9 +45,9 @@ class TableKeeper:
         self._holder = holder
         self._interval_ns = interval_ns
         self._number = 0
-        self._known: dict[SequenceId, _Told] = {}
+        self._known: dict[SequenceId, _Reported] = {}
         self._changed: dict[SequenceId, None] = {}  # those that may be pending, the longest waiting first
-        self._forks: dict[SequenceId, None] = {}  # those with a parent, which the coordinator has not been told of
+        self._forks: dict[SequenceId, None] = {}  # those with a parent that have not been reported yet
         self._under_way: SyncTables | None = None
         self._next_at = 0
         self._renew_at: int | None = None
@@ -63,12 +62,12 @@ class TableKeeper:
         """A sequence was opened, as a fork of `parent` if there is one."""
         known = self._known[parent.name] if parent is not None else None
         if known is not None and parent is not None and known.told and not known.stale:
-            # The first message of the child may come after others of its parent: it names what the parent has had since
-            # before the fork, and `cut` withdraws that if the parent loses some of it.
-            self._known[state.name] = _Told(state, known.told, parent.name)
+            # The first message about the child may follow others about its parent: it refers to blocks that the parent
+            # has had since before the fork, and `cut` withdraws that if the parent loses some of them.
+            self._known[state.name] = _Reported(state, known.told, parent.name)
             self._forks[state.name] = None
         else:
-            self._known[state.name] = _Told(state)
+            self._known[state.name] = _Reported(state)
         self._changed[state.name] = None
 
     def sealed(self, state: SequenceState) -> None:
@@ -81,14 +80,14 @@ class TableKeeper:
         if state.sealed < known.told:
             self._orphan({state.name: state.sealed})
             known.told, known.stale = state.sealed, True
-            if not known.told:  # it has nothing of its parent any more, which may be closed before it is told of
+            if not known.told:  # it shares no reported block with its parent now, which may be closed first
                 known.parent = None
                 self._forks.pop(state.name, None)
             self._changed[state.name] = None
 
     def closed(self, state: SequenceState) -> None:
-        """A sequence is about to be closed. Private blocks that the coordinator was not told of yet are named before,
-        so that it has them erased at once."""
+        """A sequence is about to be closed. Private blocks that have not been reported yet are reported first, so that
+        the coordinator has them erased at once."""
         self._orphan({state.name: 0})
         self._forks.pop(state.name, None)
         known = self._known[state.name]
@@ -128,7 +127,7 @@ class TableKeeper:
             if change.closed:
                 self._known.pop(change.sequence, None)
         keep = {change.sequence: change.keep for change in self._under_way.changes}
-        for name in answer.refused:  # its table is as before that message; the next sealed blocks tell it again
+        for name in answer.refused:  # its table is unchanged; the next sealed blocks report it again
             if name in self._known:
                 self._known[name].told = min(self._known[name].told, keep[name])
                 self._known[name].stale = True
@@ -143,7 +142,7 @@ class TableKeeper:
         self._renew_at = now + answer.ttl_ns // 3 if self._known else None
 
     def failed(self, now: int) -> None:
-        """No answer came: the same message is sent again, after the interval."""
+        """No answer was received: the same message is sent again, after the interval."""
         self._next_at = now + self._interval_ns
 
     # ------------------------------------------------------------------------------------------------ helpers
@@ -170,7 +169,7 @@ class TableKeeper:
                     self._changed[name] = None
         return changes
 
-    def _change(self, name: SequenceId, known: _Told, state: SequenceState, room: int) -> TableChange:
+    def _change(self, name: SequenceId, known: _Reported, state: SequenceState, room: int) -> TableChange:
         blocks = state.blocks[known.told : min(state.sealed, known.told + room)]
         names = tuple(block.name for block in blocks if block.name is not None)
         assert len(names) == len(blocks), "a sealed block without its name"
@@ -190,7 +189,7 @@ class TableKeeper:
                 self._forget(name)
 
     def _forget(self, name: SequenceId) -> None:
-        """Has a sequence told whole."""
-        self._known[name] = _Told(self._known[name].state)
+        """Has all blocks of a sequence reported again, without a parent."""
+        self._known[name] = _Reported(self._known[name].state)
         self._forks.pop(name, None)
         self._changed[name] = None

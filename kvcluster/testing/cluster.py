@@ -4,11 +4,10 @@
         client = cluster.client(spec)
 
 It is the cluster of `kvcluster.local(ray=False)` (in_process/hosts.py). Shards and the coordinator can be stopped and
-started, and bits of resident pages flipped, to see how an engine reacts.
+started, and bits of resident pages flipped where they lie (`flip_bit`), as bad memory does, to see how an engine
+reacts.
 
-Sources of single records in place of batches of copies.
-
-Bits of pages that change where they lie, as those of bad memory do.
+`RecordSource` is a base for page sources that fill single records in place of batches of copies.
 """
 
 from __future__ import annotations
@@ -111,11 +110,11 @@ class MemoryCluster(InProcessHosts):
         return shard
 
     def stop_shard(self, shard: ShardId) -> None:
-        """Ends a shard as a crash would: what it held is lost, and the coordinator is not told."""
+        """Ends a shard as a crash would: what it held is lost, and the coordinator is not notified."""
         self._shards.pop(shard).close()
 
     def corrupt(self, shard: ShardId, *, block: BlockHash | None = None, bit: int = 0) -> PageKey:
-        """Flips a bit of a readable page in that shard's memory, without telling the shard: a page of `block`, or the
+        """Flips a bit of a readable page in that shard's memory, without notifying the shard: a page of `block`, or the
         oldest page if it is None. `bit` counts from the start of the page and wraps around at its end. Returns the
         page's key. Raises LookupError if there is no such page in memory."""
         host = self._shards[shard]

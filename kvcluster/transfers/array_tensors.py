@@ -46,8 +46,8 @@ def check_bits(tensor: Tensor, name: str) -> None:
 
 
 def _check_plain(tensor: Tensor, name: str) -> None:
-    """Raises CallerError for a tensor that is no array, or whose values are in no memory. One of another device passes:
-    whether that is served, its user knows."""
+    """Raises CallerError for a tensor that is no array, or whose values are in no memory. A tensor of another device
+    passes: the caller checks whether that device is served."""
     if tensor.is_nested or tensor.layout is not torch.strided:
         kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise CallerError(f"{name} is a {kind} tensor; expected a torch.strided one: pass tensor.to_dense()")

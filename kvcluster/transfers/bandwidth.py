@@ -9,9 +9,9 @@ Small loads predict nothing about a large one, because an unknown part of their 
 for a load of more than twice the largest size seen: that load is made, and its time is learned. After a few loads an
 estimate exists for all sizes.
 
-An engine that never loads learns nothing. After one bad minute an estimate that says "compute instead" would say so
-for ever, and the cache would be off silently. So an estimate is valid for a limited time: then one caller is told to
-load, as if nothing were known, and the time of that load replaces everything learned before. Until it ends, other
+An engine that never loads learns nothing. After one bad minute, an estimate by which computing is faster would stay for
+ever, and the cache would be off silently. So an estimate is valid for a limited time: then one caller gets no estimate
+and loads, as if nothing were known, and the time of that load replaces everything learned before. Until it ends, other
 callers get the old estimate.
 
 This module reads no clock and takes no lock: `now` is an argument, and callers that share an object lock it themselves.
@@ -22,8 +22,8 @@ from __future__ import annotations
 from kvcluster.core.breakeven import LinkRate
 
 VALID_NS = 30_000_000_000
-"""How long an estimate is valid. The same time as a failed path is not used for: one slow load every half minute does
-little harm."""
+"""How long an estimate is valid: as long as a failed path is not used. One slow load every half minute does little
+harm."""
 
 _DECAY = 0.8
 _MAX_EXTRAPOLATION = 2

@@ -1,4 +1,4 @@
-"""Memory: where a worker's blocks lie, and how the bytes of pages get into and out of it.
+"""Bound memory: where a worker's blocks lie, and how the bytes of pages are moved into and out of it.
 
 A page is `[layers, planes, block_tokens, heads, dim]` of one part, contiguous (DESIGN.md, "Bytes: pages");
 the layout of an engine's memory is what its attention kernels require. The caller names that layout with `Dense`,
@@ -43,11 +43,11 @@ def bind(
 ) -> BoundMemory:
     """Checks that `memory` holds `blocks` blocks of `parts`, one part per group, and opens it for moving bytes.
 
-    They are the blocks of a sequence from `first` on: the BoundMemory numbers blocks as the sequence does.
-    A spec with several groups takes a list with one entry per group, None exactly where its part is None. A
-    destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many. With `any_end`
-    the load may end after any of the blocks, so that each may be the one that a window needs.
-    Raises CallerError, which says what was given, what was expected and what to do; no bytes have moved then.
+    They are the blocks of a sequence from `first` on: the BoundMemory numbers blocks as the sequence does. A spec with
+    several groups takes a list with one entry per group, None exactly where its part is None. A destination
+    (`writable`) may have room for more blocks than `blocks`; a source has exactly as many. With `any_end` the load may
+    end after any of the blocks, so that each may be the one that a window needs. Raises CallerError, which names what
+    was given, what was expected and what to do; no bytes have moved then.
     """
     given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
     assert len(parts) == len(spec.groups) and blocks >= 0 and first >= 0
@@ -138,8 +138,9 @@ class BoundMemory:
 
 
 def _endpoint(memories: Sequence[PartMemory | None]) -> CopyEndpoint:
-    """Returns what holds these memories. What is done with a device's comes after what the calling thread has enqueued
-    there so far. Raises CallerError if they lie in several, or if a layer is too large for the staging there."""
+    """Returns what holds these memories. Copies of a device's memory follow the work that the calling thread has
+    enqueued there so far. Raises CallerError if they lie in several, or if a layer is too large for the staging
+    there."""
     if not DEVICES:
         return HOST
     tables = [table for memory in memories if memory is not None and (table := memory.geometry()) is not None]
@@ -190,7 +191,7 @@ def _bind_packed(ask: Ask, array: object) -> PartMemory:
 
 
 def _flat_bytes(memory: object) -> memoryview | None:
-    """Returns the bytes of what is one run of bytes and no more, such as a bytearray; None for all else."""
+    """Returns the bytes of an object that is only a run of bytes, such as a bytearray; None for any other."""
     try:
         view = memoryview(memory)  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError):

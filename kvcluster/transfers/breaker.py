@@ -1,16 +1,17 @@
 """A circuit breaker: it decides when to stop asking a shard, and when to try it again.
 
-A call to a shard that is gone costs a failed connection; a call to one that hangs costs the whole deadline. So after
+A call to a shard that has ended costs a failed connection; a call to one that hangs costs the whole deadline. So after
 `failures` failures in a row no call is permitted for a while, then one exchange probes the shard. Each failed probe
-doubles that time, up to `doublings` times. The user decides what counts as a failure; answers that came too late do
-once they were waited for LEAST_WAIT_NS in a row, since a call of a millisecond shows little. This module knows no
-shard, reads no clock and takes no lock: `now` is an argument, and callers that share a breaker lock it themselves.
+doubles that time, up to `doublings` times. The user decides what counts as a failure; answers that arrive too late
+count once LEAST_WAIT_NS in all was waited for them in a row, since a call of a millisecond shows little. This module
+knows no shard, reads no clock and takes no lock: `now` is an argument, and callers that share a breaker lock it
+themselves.
 
     CLOSED --`failures` in a row--> OPEN --time--> PROBING --success--> CLOSED
                                       ^------------failure-----'
 
 Every exchange gets a permit number and names it when it ends. A permit is valid only in the state in which it was
-given: the verdict of an exchange that ends later says nothing about the shard as it is now, and is dropped.
+given: the verdict of an exchange that ends later shows nothing about the present state of the shard, and is dropped.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from typing import NewType
 from kvcluster.core.miss import Miss
 
 DOUBLINGS = 6
-"""Up to half a minute by default. A caller waits for each probe, so probes are rare; a shard that came back is noticed
-soon enough."""
+"""Up to half a minute by default. A caller waits for each probe, so probes are rare; a shard that has restarted is
+noticed soon enough."""
 
 FREE_DOUBLINGS = 2
-"""For users that do not wait for probes: a probe every two seconds is cheap, and a shard that came back is noticed
+"""For users that do not wait for probes: a probe every two seconds is cheap, and a shard that has restarted is noticed
 sooner."""
 
 LEAST_WAIT_NS = 100_000_000
@@ -55,7 +56,7 @@ class Breaker:
         self._longest_ns = open_ns << doublings
         self._open_ns = open_ns  # how long it stays open the next time
         self._until = 0
-        self._waited_ns = 0  # in a row, for answers that did not come in time
+        self._waited_ns = 0  # in a row, for answers that did not arrive in time
         self._why: Miss | None = None  # the last failure; None only before the first
         self._permit = PermitNumber(0)
 
@@ -83,8 +84,8 @@ class Breaker:
                 self._become(BreakerState.CLOSED)
 
     def failed(self, number: PermitNumber, why: Miss, now: int, *, waited_ns: int = LEAST_WAIT_NS) -> None:
-        """Records that the shard did not answer; `waited_ns`: for how long that was waited for, if only the time was
-        up."""
+        """Records that the shard did not answer; `waited_ns`: how long its answer was waited for, if the call failed
+        only because its time was up."""
         if number != self._permit:
             return
         self._waited_ns += waited_ns
@@ -100,7 +101,7 @@ class Breaker:
             self._open_ns = min(2 * self._open_ns, self._longest_ns)
 
     def gave_up(self, number: PermitNumber) -> None:
-        """Records that the user cancelled the exchange, which says nothing about the shard. If it was the probe, the
+        """Records that the user cancelled the exchange, which shows nothing about the shard. If it was the probe, the
         next exchange probes."""
         if number == self._permit and self.state is BreakerState.PROBING:
             self._become(BreakerState.OPEN)

@@ -26,15 +26,15 @@ R = TypeVar("R")
 log = logging.getLogger(__name__)
 
 _FAIR_S = 0.1
-"""A question with less time than this says nothing about a coordinator that does not answer it in time."""
+"""If a question with less time than this is not answered in time, that shows nothing about the coordinator."""
 
 _CLOSING_MS = 2_000
-"""What `close` tells the coordinator are hints, so it waits no longer than this for one that hangs."""
+"""What `close` sends to the coordinator are hints, so it waits no longer than this for one that hangs."""
 
 
 class CoordinatorPort(Protocol):
-    """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable if no
-    answer comes: DEADLINE if it would have come too late, otherwise COORDINATOR_LOST."""
+    """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable if it is
+    not answered: DEADLINE if the answer would have arrived too late, otherwise COORDINATOR_LOST."""
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply: ...
 
@@ -62,7 +62,7 @@ class GrpcPort:
             return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
         except Cancelled:
             raise
-        except Unavailable as trouble:  # its reasons are those of any server: say which one it is
+        except Unavailable as trouble:  # its reasons are those of any server: name this one
             late = trouble.miss.reason is MissReason.DEADLINE
             why = "has not answered in time" if late else f"does not answer ({trouble.miss.detail})"
             raise unanswered(trouble, f"the coordinator at {self._connection.address} {why}") from None
@@ -146,7 +146,7 @@ class CoordinatorClient:
     def ask(self, kind: type[R], spec: KVSpec, question: CoordinatorQuestion, deadline: Deadline) -> R:
         """Asks within the namespace of `spec`, and returns an answer of type `kind`.
 
-        Raises Unavailable if no answer comes, CallerError or LimitError if the coordinator refuses the question, and
+        Raises Unavailable if it is not answered, CallerError or LimitError if the coordinator refuses the question, and
         ProtocolError if the answer has another type.
         """
         answer = self._ask(question, self.namespace(spec, deadline), deadline)
@@ -205,10 +205,10 @@ FAILURES = 2
 
 
 class Outage:
-    """Which answers and failures are worth a line. Times are in seconds since the epoch, for people to read.
+    """Decides which answers and failures are logged. Times are in seconds since the epoch, for people to read.
 
-    Decides when to report that the coordinator has stopped answering a client, and that it answers again: an engine
-    goes on without the cache, so nothing else of it would show.
+    It reports when the coordinator has stopped answering a client, and when it answers again: an engine continues
+    without the cache, so nothing else would show it.
 
     The coordinator has failed when FAILURES questions in a row were not answered: one may be this process's own
     fault, whose thread got no CPU time to read the answer. A coordinator that has never answered has not stopped:

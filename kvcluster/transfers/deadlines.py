@@ -1,20 +1,20 @@
-"""The deadline of a call for which its caller gives none, and the configuration none either.
+"""Deadlines and waits of a client's calls.
 
-It fits what the call is worth. A load is worth the time in which its tokens could be computed, and a question before it
-far less: an engine waits for both, and computes where they are a miss. Nothing waits for a store in this way.
+The deadline of a call for which neither its caller nor the configuration gives one fits what the call is worth. A load
+is worth the time in which its tokens could be computed, and a question before it far less: an engine waits for both,
+and computes the blocks that are a miss. Nothing waits for a store in this way.
 
     QUESTION_MS               hashes, lookup, prepare_load, the questions of a load
     QUESTION_MS + 1 ms a MB   the bytes of a load
                 + 0.2 ms a block
     OTHER_MS                  everything else: stores, flush, sequences, pins, explain, status, clear, purge
 
-A timer: one thread per client that calls plans when something may be due. Started with the first plan.
+A `Timer` is one thread per client that calls plans when something may be due, started with the first plan. The called
+methods must return at once. Entries hold their objects weakly, so that a transfer that has ended is not kept alive
+until its deadline. An entry that is no longer needed is left to expire, which wakes the thread less often than removing
+it would.
 
-The called methods must return at once. Entries hold their objects weakly, so that a transfer that has ended is not kept
-alive until its deadline. An entry that is no longer needed is left to expire, which wakes the thread less often than
-removing it would.
-
-Waits that may be interrupted: a KeyboardInterrupt in a Condition may leave its lock taken, for ever.
+A `Wakeup` is for waits that may be interrupted: a KeyboardInterrupt in a Condition may leave its lock taken, for ever.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcluster.transport.base import Deadline
 from kvcluster.transport.thread_start import start_thread
 
 QUESTION_MS = 1_000
-"""A coordinator answers within a few milliseconds, and one whose process was held up for as long as it may be
+"""A coordinator answers within a few milliseconds, and one whose process was stalled for as long as is allowed
 (Config.stall_ms) still answers in time."""
 
 LOAD_BYTES_PER_MS = 1_000_000
@@ -120,14 +120,14 @@ class Timer:
 
 
 class Wakeup:
-    """Threads wait until something holds; who makes it hold calls `notify`. There is no lock: each waiter has a queue,
-    and looks after it has added that."""
+    """Threads wait until a condition holds; the thread that makes it hold calls `notify`. There is no lock: each waiter
+    adds a queue of its own before it looks at the condition."""
 
     def __init__(self) -> None:
         self._waiting: list[SimpleQueue[None]] = []
 
     def wait_for(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """Waits until `holds()`, at most so long. Returns whether it does."""
+        """Waits until `holds()`, at most `timeout_s`. Returns whether it does."""
         until = time.monotonic() + timeout_s
         woken: SimpleQueue[None] = SimpleQueue()
         self._waiting.append(woken)

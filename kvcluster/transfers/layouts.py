@@ -1,12 +1,12 @@
-"""Layouts: how the caller's memory is laid out, in the terms that engines use.
+"""Layouts: how the caller's memory is laid out, in the terms that engines use; and the checks of the arguments of a
+call.
 
 A layout only describes where blocks lie: transfers/bound_memory.py binds it to a spec, and checks it. Wherever it has a
 tensor, it takes an array of another library as well: a numpy array, or one with DLPack.
 
-Checks of the arguments of a call, made before the client asks or moves anything.
-
-Every check raises CallerError (SpecError, LimitError), which says what was given and what to give instead. A wrong
-argument is wrong with or without a cluster, so no check here asks one.
+The arguments of a call are checked before the client asks or moves anything. Every check raises CallerError (SpecError,
+LimitError), which names what was given and what to give instead. A wrong argument is wrong with or without a cluster,
+so no check here asks one.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ class Paged:
         """From vLLM's caches on a CPU whose attention kernel is "vec" or "vec16", one per layer: `[num_blocks, heads,
         block_tokens, 2 * dim]`, contiguous within a head.
 
-        The bytes are in another order than the shape says: a head of a block is K as `[dim, block_tokens]`, then V as
-        `[block_tokens, dim]`. Other kernels pack K and V in orders of their own: their planes are opaque.
+        The bytes are in another order than the shape suggests: a head of a block is K as `[dim, block_tokens]`, then V
+        as `[block_tokens, dim]`. Other kernels pack K and V in orders of their own: their planes are opaque.
         """
         layers = []
         for cache in caches:

@@ -1,12 +1,12 @@
 """Renews the tickets of a client until it releases them, and ends them at the coordinator when it does.
 
-An engine prepares a load when it schedules a request and may begin it much later; until then the coordinator must be
-told that the ticket is still needed. Each client has one thread for that, started with the first ticket; it renews each
-ticket every third of its TTL. A ticket that cannot be renewed is dropped: a hold is a hint, and the load itself finds
-out whether its blocks are still there.
+An engine prepares a load when it schedules a request and may begin it much later; until then the ticket must be renewed
+at the coordinator. Each client has one thread for that, started with the first ticket; it renews each ticket every
+third of its TTL. A ticket that cannot be renewed is dropped: a hold is a hint, and the load itself finds out whether
+its blocks are still cached.
 
 The same thread ends released tickets, so that the caller of `release` does not wait: a coordinator that hangs must not
-keep an engine past its deadline, and if it does not hear of the end, the ticket expires.
+delay an engine past its deadline, and a ticket whose end it does not receive expires.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LeaseKeeper:
         self._closed = False
 
     def keep(self, attempt: Attempt, ttl_ns: int) -> None:
-        """Renews this ticket from now on; from a later call on if there is no room for the thread now."""
+        """Renews this ticket from now on; if there is no room for the thread now, from a later call on."""
         every = max(1, ttl_ns // 3)
         with self._changed:
             self._due[attempt] = (time.monotonic_ns() + every, every)

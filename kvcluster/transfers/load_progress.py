@@ -1,4 +1,4 @@
-"""The progress of a load: for every block and every layer, what has not arrived. It is the only count of it.
+"""The progress of a load: for every block and every layer, what has not arrived. Nothing else counts that.
 
 Readers of several shards write here at once, each only after bytes lie verified in the caller's memory. The load's plan
 (load_plan.py) and callers that wait for a layer read it. Counts fall to zero exactly when everything has arrived: a

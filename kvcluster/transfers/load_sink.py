@@ -1,7 +1,7 @@
 """The sink of one exchange of a load: it writes layers into the caller's memory, verifies them there, and counts them.
 
 It writes only what its exchange owns (read_ranges.py), under the gate of its ranges. Bytes that lie in memory, a
-shard's arena or a stage that a stream fills, come as a batch of copies; the first executor that accepts the batch
+shard's arena or a stage that a stream fills, are passed as a batch of copies; the first executor that accepts the batch
 carries it out in slices, and the executor in Python (python_verified_copies.py) accepts any batch.
 
 Layers that do not verify may lie in the caller's memory, but are never counted as arrived: their block has failed,
@@ -44,8 +44,9 @@ _DONE = int(CopyStatus.DONE)
 
 
 class LoadSink:
-    """The PageSink of one exchange with one shard: it writes what comes into the memory `into`, as far as `ranges`
-    still want it, and counts it in `progress`. `layer_came` is called each time a layer has come in every block."""
+    """The PageSink of one exchange with one shard: it writes the bytes that arrive into the memory `into`, as far as
+    `ranges` still want them, and counts them in `progress`. `layer_came` is called each time a layer has arrived in
+    every block."""
 
     def __init__(
         self,
@@ -142,14 +143,14 @@ class LoadSink:
             self._ranges.check(time.monotonic_ns())  # raises unless only dropped items were stopped
 
     def _pass_over(self, batch: CopyBatch, start: int, stop: int) -> None:
-        """Stops records whose layers are not the next of their page. One that has come before would be written over
+        """Stops records whose layers are not the next of their page. A layer that has arrived before would overwrite
         bytes that count already, and one behind a gap would count as if nothing were missing."""
         records, rows = batch.records, slice(start, stop)
         for at in self._ranges.unexpected(records.items[rows], records.layers[rows], records.counts[rows]):
             batch.status[start + at] = CopyStatus.STOPPED
 
     def _count_records(self, batch: CopyBatch, start: int, stop: int) -> bool:
-        """Counts what has become of these records. True if that completes some layer in every block."""
+        """Counts these records by their status. True if that completes some layer in every block."""
         records, ranges = batch.records, self._ranges
         done: dict[tuple[int, int, int], list[int]] = {}  # items of one kind that got the same layers
         rows = slice(start, stop)
@@ -162,13 +163,13 @@ class LoadSink:
                 done.setdefault((self._kinds[item], layer, layers), []).append(item)
             elif status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not ranges.dropped[item]:
                 ranges.did_not_match(item, layer, layer + layers)
-        came: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that they got
+        arrived: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that arrived
         nbytes, blocks = 0, ranges.pieces.blocks
         for (_, layer, layers), items in done.items():
             of_model, raw_bytes = self._layers_of(items[0], layer, layer + layers)
-            came.setdefault(of_model, []).extend([blocks[item] for item in items])
+            arrived.setdefault(of_model, []).extend([blocks[item] for item in items])
             nbytes += raw_bytes * len(items)
-        return self._progress.came(came, nbytes)
+        return self._progress.came(arrived, nbytes)
 
     # ------------------------------------------------------------------------------------- what is alike
 

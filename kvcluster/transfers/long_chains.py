@@ -1,15 +1,15 @@
-"""Chains of more blocks than one message may name (limits.BLOCKS_PER_CALL), asked about in several messages.
+"""A prompt, and chains of more blocks than one message may name.
 
-How far a chain can be restored is asked message by message, each for the blocks behind those of the one before, if
-every group needs its whole prefix. Groups of windows and of last blocks need more: a boundary in one message may need
-blocks of another. For them each group is asked about by itself, the boundary is found here by the coordinator's rule
-(core/coordinator/index.py), and then exactly the blocks that each group needs are prepared.
+`Prompt` is everything that identifies the blocks of one sequence within a spec. Two sequences share a block if all
+tokens up to its end are the same, and also their salt, their adapter, and the contents of the images up to there. These
+travel together through every call, so they are one value. It is checked when it is made, and it is a copy: an engine
+that goes on appending to its own list of tokens does not change it.
 
-A prompt: everything that identifies the blocks of one sequence within a spec.
-
-Two sequences share a block if all tokens up to its end are the same, and also their salt, their adapter, and the
-contents of the images up to there. These travel together through every call, so they are one value. It is checked when
-it is made, and it is a copy: an engine that goes on appending to its own list of tokens does not change it.
+A chain of more than limits.BLOCKS_PER_CALL blocks is asked about in several messages. If every group needs its whole
+prefix, how far the chain can be restored is asked message by message, each for the blocks behind those of the one
+before. Groups of windows and of last blocks need more: a boundary in one message may need blocks of another. For them
+each group is asked about by itself, the boundary is found here by the coordinator's rule (core/coordinator/index.py),
+and then exactly the blocks that each group needs are prepared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Cover = tuple[Source, ...] | None
 """The sources of one group of a block."""
 
 _TRIES = 3
-"""How often a boundary is looked for whose blocks may be evicted between the question and their promise."""
+"""How often a boundary is looked for: its blocks may be evicted after the question and before they are granted."""
 
 
 def in_messages(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
@@ -88,8 +88,8 @@ class ChainPreparer:
         self._end = end
 
     def prepare(self, hashes: Sequence[BlockHash]) -> ChainGrant:
-        """Returns what was granted: as much as is known, and the miss, if the coordinator stops answering. If anything
-        else is raised, nothing is held."""
+        """Returns what was granted. If the coordinator stops answering, that is what was granted until then, with the
+        miss. If anything else is raised, nothing is held."""
         granted = ChainGrant()
         try:
             if len(hashes) <= limits.BLOCKS_PER_CALL or all(
@@ -283,7 +283,7 @@ def known_hashes(
     prompt: Prompt, spec: KVSpec, namespace: Callable[[], NamespaceId]
 ) -> tuple[list[BlockHash], Miss | None]:
     """Returns the hashes of a prompt's full blocks in the namespace that `namespace` returns; or none, and the miss
-    that says why: there is no full block, or it raised Unavailable. Raises LimitError as check_hashes."""
+    with the reason: there is no full block, or it raised Unavailable. Raises LimitError as check_hashes."""
     tokens = len(prompt.token_ids)
     if tokens < spec.block_tokens:
         return [], Miss(MissReason.BELOW_BLOCK, f"{tokens} tokens fill no block of {spec.block_tokens}")

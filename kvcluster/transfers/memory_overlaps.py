@@ -17,11 +17,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _MOST_STEPS = 100_000
-"""Comparisons of two footprints, after which they are taken to meet: a tenth of a second. Memory of engines takes tens;
+"""After this many comparisons two footprints count as overlapping: a tenth of a second. Memory of engines takes tens;
 more are needed only where unlike strides interleave."""
 
 _FEW = 8
-"""So many differences of indices are tried by themselves; if more are possible, each index is."""
+"""Up to this many differences of indices are tried; if more are possible, each index is."""
 
 
 class BlockRows:

@@ -129,7 +129,7 @@ class Ask:
 
     @property
     def kind(self) -> object:
-        """What the checks of the layers depend on: calls that are of one kind find the same."""
+        """What the checks of the layers depend on: their result is the same for all calls of one kind."""
         return self.spec.groups[self.index], self.spec.block_tokens, self.part, self.writable
 
     @property
@@ -151,7 +151,7 @@ class Ask:
 
     @property
     def unplaced(self) -> str:
-        """How an error says which blocks may have a placeholder for their id."""
+        """The words of an error for the blocks that may have a placeholder for their id."""
         if not self.writable or self.spec.groups[self.index].reuse == PREFIX:
             return ""
         if self.any_end:

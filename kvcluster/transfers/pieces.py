@@ -111,7 +111,7 @@ Pieces = dict[ShardAddress, PieceList]
 def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], first: int = 0) -> Pieces:
     """Returns what to read from each shard to fill this worker's parts of the ticket's blocks from `first` on.
 
-    Raises CallerError if the ticket was prepared for less than these parts, and ProtocolError if it does not say where
+    Raises CallerError if the ticket was prepared for less than these parts, and ProtocolError if it does not name where
     all of them lie: blocks that are not read would otherwise count as loaded.
     """
     if len(body.need.parts) != len(parts):
@@ -260,8 +260,8 @@ def split_among_exchanges(sizes: Sequence[int], most: int, longest: int | None =
     runs: more than one only of STREAM_BYTES each, and more than two only of WIDE_STREAM_BYTES each. A page is not
     divided. A run of more than `longest` pages is divided once more.
 
-    A transport says how many parallel exchanges with one shard are fastest (base.DataPath, `streams`). Each gets a run
-    of consecutive pages, so that its pages keep the order of their use."""
+    A transport has the number of parallel exchanges with one shard that is fastest (base.DataPath, `streams`). Each
+    gets a run of consecutive pages, so that its pages keep the order of their use."""
     total = sum(sizes)
     wide = max(2, total // limits.WIDE_STREAM_BYTES)
     ways = max(1, min(most, wide, len(sizes), total // limits.STREAM_BYTES))

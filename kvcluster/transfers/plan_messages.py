@@ -36,7 +36,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class PlanTick:
-    """The time that `next_deadline` returned has come."""
+    """The time that `next_deadline` returned has been reached."""
 
 
 # -------------------------------------------------------------------------------------- events of loads
@@ -102,7 +102,7 @@ class AskElsewhere:
 
 @dataclass(frozen=True, slots=True)
 class ReportCorrupt:
-    """Tell a shard that its bytes of these pages did not match here. No answer is expected."""
+    """Report to a shard that its bytes of these pages did not match here. No answer is expected."""
 
     shard: ShardAddress
     keys: tuple[PageKey, ...]
@@ -132,7 +132,8 @@ class StoreGranted:
 
 @dataclass(frozen=True, slots=True)
 class NotGranted:
-    """No grant came. `asked`: the coordinator was asked, and may have granted something although its answer is lost."""
+    """No grant was received. `asked`: the coordinator was asked, and may have granted something although its answer is
+    lost."""
 
     error: BaseException
     asked: bool
@@ -205,7 +206,7 @@ class FreeSource:
 
 @dataclass(frozen=True, slots=True)
 class CloseTicket:
-    """Tell the coordinator that this ticket is over, and send TicketEnded."""
+    """End this ticket at the coordinator, and send TicketEnded."""
 
     attempt: Attempt
 

@@ -4,11 +4,10 @@ If the destination page is one run of bytes, layers are copied straight from the
 written. For a strided destination, layers are copied to a buffer, verified there, and then written. Encoded layers are
 verified in a buffer as they arrived, and decoded from there. A buffer holds one chunk, so that verifying, decoding and
 writing it hit the CPU cache. A store copies each record from one run of bytes, or gathers its layers, and sums what it
-has written.
+has written. It needs no addresses: it is the reference for other executors, which compute addresses from the batch's
+geometry.
 
-It needs no addresses: it is the reference for other executors, which compute addresses from the batch's geometry.
-
-The copies of one exchange of a client: a batch, and the executor that carries it out in slices.
+`BatchCopies` are the copies of one exchange of a client: a batch, and the executor that carries it out in slices.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class PythonCopies:
         return partial(self.run, batch, pages) if cpu_addresses(pages) and cpu_addresses(batch.blocks) else None
 
     def run(self, batch: CopyBatch, pages: CpuMemory, start: int, stop: int) -> None:
-        """As RunRecords. `pages`: the end of the batch that has them."""
+        """As RunRecords. `pages`: the endpoint of the batch that has pages."""
         status, records = batch.status, batch.records
         copy = self._load if batch.direction is CopyDirection.LOAD else self._store
         for at in range(start, stop):
@@ -96,7 +95,7 @@ class PythonCopies:
                     status[at] = copy(batch, at, pages.view(records.offsets[at], records.nbytes[at]))
 
     def place(self, items: CopyItems, item: int) -> PagePlace:
-        """Where that page's layers go."""
+        """Returns where the layers of that page are written."""
         if self._items is not items:
             self._items, self._places, self._rows = items, {}, list(zip(*items.columns(), strict=True))
         place = self._places.get(item)
@@ -105,8 +104,8 @@ class PythonCopies:
         return place
 
     def put(self, place: PagePlace, layer: int, stop: int, view: memoryview, coder: codec.Coder | None) -> None:
-        """Takes verified layers from `view` to where they belong: decodes what has a coder, and leaves what lies there
-        already."""
+        """Writes verified layers from `view` to their place: decodes them with `coder`, if any. Does nothing for layers
+        that lie there already."""
         into = place.of(layer, stop)
         if coder is not None:
             encoded, view = view, self._decoded.room((stop - layer) * place.layer_bytes) if into is None else into
@@ -131,16 +130,16 @@ class PythonCopies:
         coder = coder_of(batch.items, item, codec_id)
         run = place.of(layer, layer + count) if coder is None else None
         if run is not None:
-            came = checksum.copy_sums(batch.identities[at], layer, count, run, data)
-            return CopyStatus.DONE if came == expected else CopyStatus.MISMATCH
+            sums = checksum.copy_sums(batch.identities[at], layer, count, run, data)
+            return CopyStatus.DONE if sums == expected else CopyStatus.MISMATCH
         layer_bytes = data.nbytes // count
         step = max(1, limits.CHUNK_BYTES // layer_bytes)
         for first in range(0, count, step):
             last = min(first + step, count)
             chunk = self._staging.room((last - first) * layer_bytes)
             piece = data[first * layer_bytes : last * layer_bytes]
-            came = checksum.copy_sums(batch.identities[at], layer + first, last - first, chunk, piece)
-            if came != expected[first:last]:
+            sums = checksum.copy_sums(batch.identities[at], layer + first, last - first, chunk, piece)
+            if sums != expected[first:last]:
                 return CopyStatus.MISMATCH
             self.put(place, layer + first, layer + last, chunk, coder)
         return CopyStatus.DONE
@@ -169,8 +168,8 @@ def coder_of(items: CopyItems, item: int, codec_id: int) -> codec.Coder | None:
 
 
 EXECUTORS: tuple[CopyExecutor, ...] = (NativeCopies(), DEVICES)
-"""The executors of all loads and stores, the fastest first. The one in Python comes after them and opens any batch
-between memory that the CPU addresses."""
+"""The executors of all loads and stores, the fastest first. The one in Python follows them and opens any batch between
+memory that the CPU addresses."""
 
 
 class BatchCopies:

@@ -3,11 +3,9 @@
 shard_health.py decides which shard is asked and what its failures mean: loads and stores already have a permit, and
 other questions (flush, suspect, borrow) get one here.
 
-Opens the connections to shards before they are needed.
-
-A client otherwise chooses the transport to a shard when it first moves pages there, which takes a few hundred
-milliseconds. That does not matter for a store in the background, but it delays a first load, or a store that the caller
-waits for.
+`warm_up` opens the connections before they are needed. Otherwise a client chooses the transport to a shard when it
+first moves pages there, which takes a few hundred milliseconds. That does not matter for a store in the background, but
+it delays a first load, or a store that the caller waits for.
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ OpenTransport = Callable[[ShardAddress], Transport]
 class ShardConnections:
     """The connections by shard; thread-safe.
 
-    When an incarnation is first asked, the connections to those of lower epochs are closed: they are gone. One to a
-    higher epoch is kept, since the lower one may be an old ticket's (shard_health.py).
+    When an incarnation is first asked, the connections to those of lower epochs are closed, since these have ended. One
+    to a higher epoch is kept, since an old ticket may have named the lower one (shard_health.py).
     """
 
     def __init__(
@@ -169,18 +167,18 @@ class ShardConnections:
 
     @without_interrupt()
     def flush(self, deadline: Deadline) -> bool:
-        """Asks every shard written to whether the coordinator knows of everything written so far. The next flush asks a
-        late shard again, but not one that is gone, since its pages are gone with it."""
+        """Asks every shard written to whether the coordinator knows of everything written so far; True if all confirm
+        it. The next flush asks a late shard again, but not one that has ended, since its pages are lost with it."""
         with self._lock:
             asked = [(shard, number, self._known(shard)) for shard, number in self._unflushed.items()]
-        all_heard = True
+        all_confirmed = True
         for shard, number, connection in asked:
-            late = heard = False
+            late = confirmed = False
             try:
                 if connection is not None and connection.transport is not None:
                     with self._permitted(shard, deadline):
-                        heard = connection.transport.flush(deadline)
-                    late = not heard
+                        confirmed = connection.transport.flush(deadline)
+                    late = not confirmed
             except Unavailable as trouble:
                 late = isinstance(trouble, CircuitOpen) or trouble.miss.reason is MissReason.DEADLINE
             except KVClusterError:
@@ -188,8 +186,8 @@ class ShardConnections:
             with self._lock:
                 if not late and self._unflushed.get(shard) == number:  # and nothing was written in the meantime
                     del self._unflushed[shard]
-            all_heard = all_heard and heard
-        return all_heard
+            all_confirmed = all_confirmed and confirmed
+        return all_confirmed
 
     def streams(self, shard: ShardAddress) -> Streams:
         """Returns how many parallel exchanges are fastest with that shard. One if there is no transport yet, or while
@@ -225,7 +223,7 @@ class ShardConnections:
             transport.suspect(namespace, shard.epoch, keys, deadline)
 
     def names(self) -> dict[str, dict[str, Any]]:
-        """Returns by shard the transport in use, and why each better one is not."""
+        """Returns by shard the transport in use, and why each better one is not used."""
         with self._lock:
             last = [(shard, next(reversed(known.values())).transport) for shard, known in self._connections.items()]
         return {
@@ -282,7 +280,7 @@ class ShardConnections:
     @contextmanager
     def _permitted(self, shard: ShardAddress, deadline: Deadline) -> Iterator[None]:
         """Takes a permit, and reports to it how the body ended."""
-        deadline.check()  # a call that is already late says nothing about the shard
+        deadline.check()  # a call that is already late shows nothing about the shard
         with self._lock:
             permit = self._health.permit(shard, self._clock())
         if isinstance(permit, Miss):
@@ -304,7 +302,7 @@ class ShardConnections:
         """Yields a transport that is attached to the namespace, for one exchange. If the shard no longer knows the
         namespace, the next exchange attaches again."""
         if not deadline.remaining_ns():
-            raise Cancelled(Miss(MissReason.DEADLINE))  # it says nothing about the shard
+            raise Cancelled(Miss(MissReason.DEADLINE))  # it shows nothing about the shard
         connection = self._connection(shard)
         transport = self._opened(connection)
         if namespace not in connection.attached:
@@ -324,8 +322,8 @@ class ShardConnections:
             connections = self._connections.setdefault(shard.shard, {})
             connection = connections.pop(shard, None)
             if connection is None:
-                gone = [known for known in connections if known.epoch <= shard.epoch]
-                for known in gone or list(connections)[: 1 + len(connections) - INCARNATIONS]:
+                superseded = [known for known in connections if known.epoch <= shard.epoch]
+                for known in superseded or list(connections)[: 1 + len(connections) - INCARNATIONS]:
                     connections.pop(known).close()
                 connection = ShardConnection(shard)
             connections[shard] = connection
@@ -345,7 +343,7 @@ class ShardConnections:
 
 @dataclass(slots=True)
 class ShardConnection:
-    """`transport` is None until the connection is first used. Used under the lock of ShardConnections, but `attach`.
+    """`transport` is None until the connection is first used. Used under the lock of ShardConnections, except `attach`.
 
     The connection to one incarnation of a shard, and the namespaces attached over it.
     """
@@ -362,7 +360,7 @@ class ShardConnection:
             answer = transport.attach(spec, deadline)
         except RefusedByShard as refused:
             raise LimitError(refused.refused.detail) from None
-        except VersionError as error:  # a shard that an upgrade has left behind is lost to this worker, and no more
+        except VersionError as error:  # after an upgrade, a shard of the other version is only lost to this worker
             raise Unavailable(Miss(MissReason.SHARD_LOST, str(error))) from None
         if answer.epoch != self.shard.epoch:
             raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))

@@ -6,9 +6,9 @@ once when it ends, so that the circuit breaker of that incarnation (breaker.py) 
 
     answered    any answer, a refusal included, shows that the shard is alive
     failed      no answer, or none in time
-    gave_up     the user cancelled the exchange, which says nothing about the shard
+    gave_up     the user cancelled the exchange, which shows nothing about the shard
 
-load_plan.py with failover.py decides what a load does about pages that did not come, store_plan.py what a store does.
+load_plan.py with failover.py decides what a load does about pages that did not arrive, store_plan.py what a store does.
 Both ask this policy.
 """
 
@@ -27,7 +27,7 @@ SILENT_SHARE = 4
 """A shard that sends nothing for 1/4 of a load's time is silent: early enough to read everything from another shard."""
 
 INCARNATIONS = 2
-"""A shard that has restarted is asked by its new address, and by tickets of before for a while by its old one."""
+"""A shard that has restarted is asked at its new address, and for a while, by earlier tickets, at its old one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class ShardHealth:
     """The policy of one client. Each incarnation of a shard has a breaker; those of the last INCARNATIONS asked are
     kept.
 
-    An incarnation of a lower epoch than another's may be an old ticket's, or the newest: epochs are wall-clock time,
-    and a shard may come back on a node whose clock is behind. So both are asked, and each answers for itself.
+    An incarnation of a lower epoch than another may be that of an old ticket, or the newest: epochs are wall-clock
+    time, and a shard may restart on a node whose clock is behind. So both are asked, and each has its own breaker.
     """
 
     def __init__(self, *, breaker_failures: int, breaker_ms: int) -> None:

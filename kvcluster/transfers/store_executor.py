@@ -1,10 +1,8 @@
 """Carries out a store's plan (store_plan.py): the question what to write, exchanges with shards, and the outcome.
 
-One thread drives each exchange, and gathers its pages from the caller's memory (store_source.py).
-
-What a store writes: its terms, and the pages of one shard with the outcome of each.
-
-The progress of a store: the outcomes of its blocks so far.
+`StoreTerms` is what a store writes, `PagesToStore` the pages of one shard with the outcome of each, and `StoreProgress`
+the outcomes of its blocks so far. One thread drives each exchange, and gathers its pages from the caller's memory
+(store_source.py).
 """
 
 from __future__ import annotations
@@ -91,7 +89,8 @@ class StoreTerms:
 @dataclass(eq=False, slots=True)
 class PagesToStore:
     """Pages that are written to one shard by one exchange, or by several if a path breaks, with the outcome of each. An
-    attempt that broke off may still hold its pages (`doubtful`), or may have committed those that it had `taken`."""
+    attempt that ended without an outcome may still hold its pages (`doubtful`), or may have committed those that it had
+    `taken`."""
 
     shard: ShardAddress
     pages: NewPages
@@ -133,7 +132,7 @@ def pages_of(terms: StoreTerms, blocks: Sequence[int]) -> tuple[NewPages, Sequen
 
 
 _PURGE_PAUSE_S = 0.05
-"""Between two questions while shards carry out a purge, which takes until their next report."""
+"""The pause between two questions while shards carry out a purge, which takes until their next report."""
 
 _END_TICKET_MS = 1_000
 """Time for ending a ticket, independent of the store's deadline: the ticket of a store that ran out of time must be
@@ -142,7 +141,7 @@ ended too. Only the next store waits for it."""
 
 def prepare_store(terms: StoreTerms, attached: Attached, host: str, *, at: int = 0) -> PrepareStore:
     """Returns the question of a store, about its new blocks from index `at` on, as many as one message may name.
-    `attached` says how the cluster places runs and whether it wants token ids."""
+    `attached` has how the cluster places runs and whether it wants token ids."""
     step = len(terms.tokens) // max(1, len(terms.new)) if attached.wants_tokens else 0
     most = max(1, min(limits.BLOCKS_PER_CALL, limits.STORE_TOKENS // max(1, step)))
     first, hashes = terms.first + at, terms.new[at : at + most]
@@ -256,7 +255,8 @@ class StoreExecutor:
             attempt = self._next_attempt()
 
     def _ask_further(self, attached: Attached, at: int) -> Sequence[StoreRun]:
-        """As `_ask_at`; if the coordinator does not answer, all the rest is refused, and what lies before is stored."""
+        """As `_ask_at`; if the coordinator does not answer, the remaining blocks are refused, and those before `at` are
+        stored."""
         attempt = self._next_attempt()
         try:
             return self._ask_at(attached, at, attempt)

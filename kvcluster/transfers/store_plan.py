@@ -1,8 +1,8 @@
 """The store plan: what one store does next, from its blocks to their outcome. Pure: `step(event, now) -> effects`.
 
-The coordinator says which blocks to write, and where. All shards are written at once, each by one exchange, or by a few
-if its transport is faster so; every exchange has whole blocks, and reports their outcome. The source is free when every
-exchange has taken its last byte, ended or stopped, long before the shards have committed.
+The coordinator decides which blocks to write, and where. All shards are written at once, each by one exchange, or by a
+few if its transport is faster that way; every exchange has whole blocks, and reports their outcome. The source is free
+when every exchange has taken its last byte, ended or stopped, long before the shards have committed.
 
     NEW --Begin--> ASKING --StoreGranted--> WRITING --every exchange has ended--> CLOSING --the ticket is ended--> OVER
 
@@ -105,7 +105,7 @@ class StorePlan:
         self._state = _StoreState.NEW
         self._ticket: Attempt | None = None  # the ticket to end at the coordinator, None if there is none
         self._all_there = True
-        self._source_free = self._told = False
+        self._source_free = self._reported = False
         self._cancelled: Miss | None = None
         self._error: BaseException | None = None
 
@@ -115,7 +115,7 @@ class StorePlan:
 
     def next_deadline(self) -> int | None:
         """Returns when the next PlanTick is due; None if none would change anything."""
-        if self._told or self._cancelled is not None:
+        if self._reported or self._cancelled is not None:
             return None
         return min([self._deadline_ns, *(when for when, _ in self._paused)])
 
@@ -262,7 +262,7 @@ class StorePlan:
         self._progress.missed(miss, nbytes)
 
     def _cancel(self, why: Miss) -> list[StoreEffect]:
-        if self._cancelled is not None or self._told:
+        if self._cancelled is not None or self._reported:
             return []
         self._all_there = False
         if self._state is _StoreState.NEW:
@@ -286,9 +286,9 @@ class StorePlan:
         if not self._source_free and not reads and (self._cancelled is not None or not asking) and self._begun:
             self._source_free = True
             effects.append(FreeSource())
-        told_early = self._cancelled is not None and not reads
-        if not self._told and (told_early or (moved and (self._all_there or self._ticket is None))):
-            self._told = True
+        reports_early = self._cancelled is not None and not reads
+        if not self._reported and (reports_early or (moved and (self._all_there or self._ticket is None))):
+            self._reported = True
             effects.append(self._outcome())
         if moved and self._state is _StoreState.WRITING:
             self._state = _StoreState.CLOSING

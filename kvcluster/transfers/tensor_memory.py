@@ -53,7 +53,7 @@ class Placed(NamedTuple):
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple([stride * size for stride in tensor.stride()]), size)
 
     def apart(self, step: int, count: int) -> list[Placed]:
-        """Returns so many like this one, each `step` bytes behind the last."""
+        """Returns `count` like this one, each `step` bytes behind the last."""
         return [Placed(self.start + step * number, *self[1:]) for number in range(count)]
 
     @property

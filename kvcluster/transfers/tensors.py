@@ -177,7 +177,7 @@ def _check_device(device: torch.device, name: str) -> None:
 
 
 def _reach(ask: Ask, tensors: Sequence[Tensor]) -> None:
-    """Has the devices of these tensors known to DEVICES. Raises CallerError if one cannot be used, or if a tensor is on
+    """Registers the devices of these tensors in DEVICES. Raises CallerError if one cannot be used, or if a tensor is on
     a device whose driver does not know its address: the CPU would be taken to address it."""
     there = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if not there:

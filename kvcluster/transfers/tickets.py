@@ -34,8 +34,8 @@ _MAC_BYTES = 16
 
 
 class TicketSeal:
-    """Encodes tickets for other processes of the same credential. A ticket says which shards to connect to, and so who
-    gets that credential: one that was changed, or comes from another credential, is refused."""
+    """Encodes tickets for other processes of the same credential. A ticket names the shards to connect to, which then
+    get that credential: so a ticket that was changed, or was sealed with another credential, is refused."""
 
     def __init__(self, token: str | None) -> None:
         self._key = (token or "").encode()
@@ -67,8 +67,8 @@ class Ticket(Unpicklable):
 
     The cluster does not evict these blocks until the ticket is released or its process has died. Other processes with
     the same credential need only `bytes(ticket)` to redeem it (`client.redeem`), each for its own layers and heads.
-    `miss` says why the next block cannot be loaded; None if all can. One that is collected without `release` is
-    released then, with a ResourceWarning; transfers keep theirs.
+    `miss` is the reason why the next block cannot be loaded; None if all can. One that is collected without `release`
+    is released then, with a ResourceWarning; transfers keep theirs.
     """
 
     instead = "pass bytes(ticket), and redeem that there"
@@ -112,7 +112,7 @@ class Ticket(Unpicklable):
     @property
     def from_coordinator(self) -> bool:
         """Whether a coordinator issued this ticket. If none answered, the client makes one without a namespace. The
-        reason of its miss does not tell, because a coordinator that answers may report a lost shard."""
+        reason of its miss does not show that, because a coordinator that answers may report a lost shard."""
         return self.body.namespace != _NO_NAMESPACE
 
     @property
@@ -122,7 +122,7 @@ class Ticket(Unpicklable):
 
     def release(self) -> None:
         """Lets the blocks be evicted again. May be called again; never raises."""
-        later(self._release)  # which may be called again: an interrupt may come between
+        later(self._release)  # which may be called again: an interrupt may occur in between
         self._release = lambda: None
         if self._unreleased is not None:
             self._unreleased.detach()

@@ -2,10 +2,11 @@
 
 Only exchanges touch the caller's memory, each within its own ranges (read_ranges.py), and `result` and `cancel` return
 only when all of them have stopped. So it is known exactly what had arrived by then, and reported even if the deadline
-came first. A transport may still read bytes of a source that it was given; a page that changes meanwhile fails its
+passed first. A transport may still read bytes of a source that it was given; a page that changes meanwhile fails its
 checksum, and is not committed.
 
-The results of a client's calls: plain, printable values.
+The results of a client's calls are plain, printable values: of a transfer Loaded or Stored, of the other calls Lookup,
+Pinned, PinListing and BlockExplanation.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Transfer(Unpicklable, Generic[R]):
         return not self._layer_left(layer)
 
     def wait_ended(self, deadline: Deadline) -> bool:
-        """Waits until it has ended, with any outcome; False if the deadline comes first."""
+        """Waits until it has ended, with any outcome; False if the deadline passes first."""
         self._check_process()
         return self._changed.wait_for(self._ended, deadline.remaining_s())
 
@@ -97,7 +98,7 @@ class Transfer(Unpicklable, Generic[R]):
         return self._source_free or self._ended()
 
     def result(self, deadline_ms: float | None = None) -> R:
-        """Waits for the outcome. If the deadline comes first, ends the transfer, and returns what had arrived by then,
+        """Waits for the outcome. If the deadline passes first, ends the transfer, and returns what had arrived by then,
         with a miss. If it is interrupted, as by Ctrl-C, it ends the transfer as well.
 
         Raises CallerError, CredentialError or ProtocolError if the transfer failed for one of these.
@@ -168,9 +169,9 @@ class Transfer(Unpicklable, Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How much of a prompt is cached: whole blocks from its start. `load_seconds` is an estimate from this client's
-    own loads so far, None before the first. `reason` says why the next block missed, None if none is left. `loss`: the
-    worst loss of any of these blocks.
+    """How much of a prompt is cached: whole blocks from its start. `load_seconds` is an estimate from this client's own
+    loads so far, None before the first. `reason`: why the next block missed, None if none is left. `loss`: the worst
+    loss of any of these blocks.
 
         found = client.lookup(token_ids)
         left_to_compute = len(token_ids) - found.tokens
@@ -233,8 +234,8 @@ class Stored:
 @dataclass(frozen=True, slots=True)
 class Pinned:
     """The leading `blocks` blocks of a prompt, `tokens` tokens, are now pinned (after an unpin: no longer pinned). If
-    the prompt has more, the rest is not cached or the share of pins is full. `miss` says why the cluster could not be
-    asked, None if it answered."""
+    the prompt has more, the rest is not cached or the share of pins is full. `miss` is the reason why the cluster could
+    not be asked, None if it answered."""
 
     tokens: int
     blocks: int

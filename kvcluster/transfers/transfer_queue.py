@@ -231,7 +231,7 @@ class TransferQueue:
         return blocks * sum(spec.page_bytes(group, part) for group, part in enumerate(self._parts) if part is not None)
 
     def wait_stored(self, deadline: Deadline) -> bool:
-        """Waits for the stores that were begun so far; False if the deadline comes first, or if one that has ended
+        """Waits for the stores that were begun so far; False if the deadline passes first, or if one that has ended
         since the last call has missed."""
         with self._lock:
             stores = list(self._stores)

@@ -1,4 +1,4 @@
-"""What belongs to the process that made it, and so is neither pickled nor copied."""
+"""The base class of objects that belong to the process that made them, and so are neither pickled nor copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvcluster.errors import CallerError
 
 
 class Unpicklable:
-    """Raises CallerError when it is pickled or copied. `instead` says what to pass to the other process."""
+    """Raises CallerError when it is pickled or copied. `instead` names what to pass to the other process."""
 
     instead: ClassVar[str] = "connect in the other process"
 

@@ -79,8 +79,8 @@ class WorkerPool:
                 self._about_to_idle -= 1
 
     def start_thread_if_needed(self) -> None:
-        """Starts a thread for waiting work unless a thread is about to take it. A thread calls this that was about to
-        become idle, so that none was started for that work, and now has other work."""
+        """Starts a thread for waiting work unless a thread is about to take it. Called by a thread that was about to
+        become idle, so that no thread was started for that work, and that now has other work."""
         with self._lock:
             self._start_if_needed()
 

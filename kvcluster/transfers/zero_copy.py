@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvcluster.transfers.tensors import Tensor
 
 _RENEW_MS = 200
-"""Time for handing a few bytes to the operating system. If that takes longer, the shard has stopped reading."""
+"""Time for writing a few bytes to a socket. If that takes longer, the shard has stopped reading."""
 
 Place = tuple[int, int]
 """A block and a group."""
@@ -135,7 +135,7 @@ class BorrowedBlocks(Unpicklable):
         The tensor must not be written. torch has no read-only tensors, so it does not refuse a write, but the memory is
         mapped read-only, and a write ends the process (SIGSEGV) without changing the page. After `close` reads are not
         refused either, and return what the shard has written there since. The process keeps the mapping, and with it
-        the memory of a shard that has ended, until the last such tensor is gone.
+        the memory of a shard that has ended, until the last such tensor is freed.
         """
         part = self._part(block, group)
         try:
@@ -153,8 +153,8 @@ class BorrowedBlocks(Unpicklable):
 
     def valid(self, deadline_ms: float | None = None) -> bool:
         """Whether every view was that of its page until now. Call it when the computation is over. It asks each shard
-        one question; False if a shard does not confirm by the deadline, and then always."""
-        loans = self._loans  # read before the check: `close` empties it, and all of no loans would be valid
+        one question. False if a shard does not confirm by the deadline; from then on always False."""
+        loans = self._loans  # read before the check: `close` empties it, and an empty list would count as valid
         self._check_open()
         deadline = self._deadline(deadline_ms)
         return uninterrupted(lambda call: all(loan.valid(deadline) for loan in loans))
@@ -348,7 +348,8 @@ class Borrower:
             del self._loans[attempt]
 
     def _released(self, attempt: Attempt) -> bool:
-        """Gives the pages of blocks back that were collected; what was closed has been given back already."""
+        """Gives back the pages of blocks that were collected. Does nothing for closed ones, which have given theirs
+        back."""
         with self._lock:
             held = self._stacks.get(attempt)
         if held is not None:

@@ -1,23 +1,25 @@
-"""The shard's side of an Attend, for all transports: waits for a compute thread, pins, computes, unpins.
+"""Attend, for all transports: a worker sends a query to a shard, which attends to registered spans and returns the
+results.
 
-The lease begins on the compute thread, after the wait, and ends with the compute: between two computes nothing of a
-span is pinned. A compute is done in pieces. Between two of them other tenants have their turn, the deadline is looked
-at, and the lease is renewed from time to time, so a compute that is too long for either ends after the piece that it is
-in; the native core looks at the deadline within one, too. What was computed counts only if the lease has lasted: pages
-whose lease has ended may have been written over.
+The worker's interface, `RegistersSpans` and `Attends`, is what a transport to a shard can do beside moving pages. Spans
+are registered over gRPC, as all control is. The query and its results go over tcp, shm or within the process; gRPC
+itself carries none, because each of its messages is copied twice on either side.
 
-The worker's interface to remote attention: what a transport to a shard can do beside moving pages.
+The shard's side, `serve_attend`, waits for a compute thread, pins, computes, unpins. The lease begins on the compute
+thread, after the wait, and ends with the compute: between two computes nothing of a span is pinned. A compute is done
+in pieces. Between two of them other tenants have their turn, the deadline is checked, and the lease is renewed from
+time to time, so a compute that is too long for either ends after the piece that it is in; the native core checks the
+deadline within a piece, too. What was computed counts only if the lease has lasted: pages whose lease has ended may
+have been overwritten.
 
-Spans are registered over gRPC, as all control is. The query and its results go over tcp, shm or within the process;
-gRPC itself carries none, because each of its messages is copied twice on either side.
-
-An Attend over a framed socket, both halves: one frame with the query, one with the results.
+Over a framed socket (`ask_to_attend`, `serve_attend_frames`) an Attend is one frame with the query and one with the
+results:
 
     -> ATTEND AttendRequest, query   <- PARTIALS AttendReply, results     or REFUSED in the place of PARTIALS
 
-The bytes of query and results follow their frames, out of the memory that they lie in. How many follow is known from
+The bytes of query and results follow their frames, sent from the memory in which they lie. Their number is known from
 the frame, and bounded there. The memory of a query grows as its bytes arrive. Query and results are charged to the
-tenant until the results are sent; a tenant that has its share is declined, and its query is dropped as it arrives.
+tenant until the results are sent; a tenant that has used its share is declined, and its query is dropped as it arrives.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ ATTEND_PATHS = ("tcp", "shm")
 
 
 class NotAttending(Exception):
-    """The transport in use carries no queries. The text says which it is, and why no other is in use."""
+    """The transport in use carries no queries. The text names the transport, and why no other is in use."""
 
 
 class SpanResults(NamedTuple):
@@ -203,7 +205,7 @@ class AttendSession(ExchangeSession[AttendRequest]):
         return self
 
     def exclude(self, corrupt: Mapping[SpanId, Sequence[PageKey]]) -> None:
-        """Some spans have corrupt pages: nothing is computed, and the shard is told."""
+        """Reports pages of spans as corrupt to the shard; if there are any, nothing is computed."""
         if not corrupt:
             return
         for span, keys in corrupt.items():

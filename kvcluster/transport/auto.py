@@ -2,7 +2,7 @@
 
 Pages go over the first of shm, tcp, grpc that works (path_selector.py). If that path fails in the middle of an
 exchange, PathLost says that there is another: the caller asks for the rest again (transfers/load_plan.py,
-transfers/store_plan.py), and that goes over the next path. A shard that is really gone fails over gRPC as well, and
+transfers/store_plan.py), and that goes over the next path. A shard that has really ended fails over gRPC as well, and
 that Unavailable is raised. Two things end a call over any path: its caller cancels it, or it is too slow.
 """
 

@@ -136,8 +136,8 @@ class BytesPayload:
 
 
 def decoded(host: PageHost, tenant: Tenant, decode: Callable[[bytes], R], body: bytes, wait_s: float = 60.0) -> R:
-    """Returns what `decode` makes of a body that a worker has sent: of a long one in the tenant's turn, because Python
-    does nothing else meanwhile. Raises Unavailable(DEADLINE) if that does not come within `wait_s`."""
+    """Decodes a body that a worker has sent. A long one waits for the tenant's turn, because Python does nothing else
+    while it decodes. Raises Unavailable(DEADLINE) if the turn does not come within `wait_s`."""
     if len(body) <= limits.DECODED_AT_ONCE_BYTES:
         return decode(body)
     with host.decoding(tenant, wait_s):
@@ -264,8 +264,8 @@ class PageHost(PageBytes, Protocol):
     """What the server half of a transport needs from its shard."""
 
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
-        """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`. What
-        returns a lease is stepped even then."""
+        """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`. A
+        message that returns a lease is stepped even then."""
 
     def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
         """Within the context, a message of the tenant is decoded in its turn. Raises Unavailable(DEADLINE) if that does

@@ -18,7 +18,7 @@ _GETCPU = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 def here() -> int:
-    """Returns the processor that the calling thread runs on; NO_PROCESSOR if the system does not say."""
+    """Returns the processor that the calling thread runs on; NO_PROCESSOR if the system does not report it."""
     number: int = _GETCPU() if _GETCPU is not None else -1
     return number if 0 <= number < NO_PROCESSOR else NO_PROCESSOR
 

@@ -3,7 +3,7 @@
 A forked child has only the thread that forked. gRPC prepares itself for that, but only if no other thread is within it
 at that moment; otherwise a call of the child may end it (SIGSEGV or SIGABRT). So a fork waits until the calls that are
 under way have ended, and calls that begin meanwhile wait for the fork. A call that takes too long is not waited for;
-then the child may not use gRPC, and its connections say so.
+then the child may not use gRPC, and its connections raise KVClusterError.
 
 This knows the calls of `Connection` (rpc.py) alone, and not what else in the process uses gRPC.
 """

@@ -37,7 +37,7 @@ _MOST_FDS = 4
 
 _ENDED: int = getattr(select, "POLLRDHUP", 0)
 """The other side sends no more. It has ended, since this protocol never closes half a stream. A sender that waits would
-not notice otherwise: a kernel whose reader is gone keeps its window closed, and may answer no probe for a minute."""
+not notice otherwise: a kernel whose reader has ended keeps its window closed, and may answer no probe for a minute."""
 
 _LAST_WORDS_MS = 1_000
 """How long a sender whose bytes are not taken waits for the other side's reason. That side sends it, if it can, and

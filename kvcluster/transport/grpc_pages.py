@@ -156,13 +156,13 @@ def _unless_refused(answer: T | Refused) -> T:
 
 
 class _Pieces:
-    """The bytes of a frame of pages that arrives in several messages, the first of which is here. `came` is called when
-    another has arrived. No memory is taken for what has not arrived: each piece is copied to where it belongs."""
+    """The bytes of a frame of pages that arrives in several messages, the first of which is here. `arrived` is called
+    for each further one. No memory is taken for what has not arrived: each piece is copied to where it belongs."""
 
-    def __init__(self, first: memoryview, more: Iterator[bytes], came: Callable[[], object]) -> None:
+    def __init__(self, first: memoryview, more: Iterator[bytes], arrived: Callable[[], object]) -> None:
         self._here = first
         self._more = more
-        self._came = came
+        self._arrived = arrived
 
     def payload(self, nbytes: int) -> Payload:
         """Returns the next `nbytes` of the frame, all of which are read before the next are asked for."""
@@ -182,7 +182,7 @@ class _Pieces:
         message = next(self._more, b"")
         if not message:
             raise ProtocolError("a frame ends within a layer of a page")
-        self._came()
+        self._arrived()
         self._here = memoryview(message)
 
     def end(self) -> None:

@@ -1,26 +1,23 @@
 """The listening side of framed sockets: accepts connections, reads each one's credential, and serves it on its own
-thread.
+thread; and how servers choose ports and bound their connections.
 
-It knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS connections
-(core/tenant_shares.py), or fewer if the process has few descriptors; one more gets an error and is closed.
+`Descriptors` bounds how many connections each server of a process keeps, so that the process can still open its own
+files. A process has a limit of descriptors (`ulimit -n`). Where that is high, the bounds of limits.py hold. Where it is
+low, each server keeps at most its part, and all servers of a process leave at least three tenths for logs, disks, the
+arena and what Ray and gRPC open for themselves.
+
+`Listener` knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS
+connections (core/tenant_shares.py), or fewer if the process has few descriptors; one more gets an error and is closed.
 Connections whose credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further
 one ends the oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time.
 An error raised by `serve` ends its connection, and is sent to the other side if possible.
 
-What listens at an address that does not answer as a server of ours.
+`check_is_ours` recognises another program's server at an address. gRPC reports of one only that it does not answer, and
+after a while. So the server is greeted here as gRPC does: an HTTP/2 server sends its settings at once, most others send
+what they are. One that sends nothing may be ours and not respond at the moment.
 
-gRPC says of another program's server only that it does not answer, and after a while. So it is greeted here as gRPC
-does: a server of HTTP/2 sends its settings at once, most others say what they are. One that says nothing may be ours,
-and stand still.
-
-Ports to listen on: a socket that is bound to one, so that a port in use is an error of the caller and not of a
-process that starts again and again; and the first free one of a range, so that firewalls can name the range.
-
-Descriptors: how many connections each server of a process keeps, so that the process can still open its own files.
-
-A process has a limit of descriptors (`ulimit -n`). Where that is high, the bounds of limits.py hold. Where it is low,
-each server keeps at most its part, and all servers of a process leave at least three tenths for logs, disks, the arena
-and what Ray and gRPC open for themselves.
+`bound_socket` binds a port, so that a port in use is an error of the caller and not of a process that starts again and
+again. `first_free` finds the first free port of a range, so that firewalls can name the range.
 """
 
 from __future__ import annotations
@@ -96,7 +93,7 @@ TenantNow = Callable[[], Tenant]
 """Returns the tenant of a connection's token. Raises CredentialError once it has been revoked."""
 
 Serve = Callable[[FramedSocket, TenantNow], None]
-"""Serves one connection until it ends. Raises Unavailable when the other side has gone, which is the usual end."""
+"""Serves one connection until it ends. Raises Unavailable when the other side has closed it, which is the usual end."""
 
 
 Exchange = Callable[[FramedSocket, Tenant, bytes], None]
@@ -199,7 +196,7 @@ class Listener:
             except OSError as error:
                 if self._closed:
                     return
-                # Out of descriptors, or a peer that has already gone: neither is a reason to stop listening.
+                # Out of descriptors, or a peer that has already closed: neither is a reason to stop listening.
                 log.warning("%s could not accept a connection: %s", self._name, error)
                 if not self._pause():
                     return
@@ -292,8 +289,8 @@ _SHOWN = 60
 
 
 def check_is_ours(address: str, wait_s: float) -> None:
-    """Raises ProtocolError if what listens at `address` (host:port) says within `wait_s` that it is another program's
-    server. Returns if it is one of HTTP/2, or does not answer."""
+    """Raises ProtocolError if the server at `address` (host:port) answers within `wait_s` as another program's. Returns
+    if it speaks HTTP/2, or does not answer."""
     said = _answer(address, wait_s)
     if not said or (len(said) >= _HEADER_BYTES and said[3] == _SETTINGS and not any(said[5:_HEADER_BYTES])):
         return

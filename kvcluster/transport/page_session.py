@@ -10,8 +10,8 @@ renews the lease first. If the core revokes the lease, the session interrupts th
                      `--no answer--> ENDING: a lease that was granted too late for its answer is returned as well
 
 A store commits the pages that matched their writer's checksums, and nothing if any page is incomplete: the end of a
-stream cannot always be told from a broken one. A shard may grant no page to a store. The session then sends the
-worker the reason for each page. It returns the lease, if the shard gave one, and neither renews it nor commits.
+stream cannot always be distinguished from a broken one. A shard may grant no page to a store. The session then sends
+the worker the reason for each page. It returns the lease, if the shard gave one, and neither renews it nor commits.
 
 The shells are sessions.py and the simulator's.
 """
@@ -72,7 +72,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class CoreSaid:
-    """The answer to the last AskCore, or why none came."""
+    """The answer to the last AskCore, or why there is none."""
 
     reply: Reply | Miss
 
@@ -93,7 +93,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The core has revoked the lease, and `why`; it keeps the pages until the lease is returned. May come from any
+    """The core has revoked the lease, and `why`; it keeps the pages until the lease is returned. May arrive from any
     thread."""
 
     why: Miss
@@ -124,7 +124,7 @@ class AskCore:
 @dataclass(frozen=True, slots=True)
 class Granted:
     """The lease is granted: for each want, page or span what it covers, or why there is none. The worker may be
-    told."""
+    informed."""
 
     pages: Sequence[GrantedItem]
 
@@ -186,7 +186,7 @@ class PageSession:
         self._pages: Sequence[GrantedItem] = ()
         self._finished: Finished | None = None
         self._error: KVClusterError | None = None  # to be reported when the lease is returned
-        self._rounds = 0  # answers that the spans of an Attend are not all looked up yet
+        self._rounds = 0  # answers that not all spans of an Attend are looked up yet
 
     @property
     def over(self) -> bool:

@@ -33,10 +33,10 @@ class _Page:
         self.sums: list[int] = []  # of the layers received, as computed by their sender
         self.wrong = False
 
-    def count(self, sums: Sequence[int], came: tuple[int, ...]) -> None:
-        """Counts layers with the sender's `sums`, whose bytes have the sums `came`."""
+    def count(self, sums: Sequence[int], computed: tuple[int, ...]) -> None:
+        """Counts layers with the sender's `sums`; `computed` are the sums of the bytes that have arrived."""
         self.sums += sums
-        if came != tuple(sums):
+        if computed != tuple(sums):
             self.wrong = True
 
 

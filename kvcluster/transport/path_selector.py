@@ -1,12 +1,11 @@
 """The path selector: which of a shard's data paths is in use, and why the preferred ones before it are not.
 
 The client asks once, over gRPC, which paths the shard offers. Of the paths that both ends name, it uses the first in
-the order of config.TRANSPORTS that answers a trial. A path that fails is not used for a while, less long if it was
-only too slow, and then tried again by the next caller. gRPC comes last and needs no trial, since control goes over it.
-A path that is retired is closed when its last exchange has ended, so that the failure of one exchange does not break
-others.
+the order of config.TRANSPORTS that answers a trial. A path that fails is not used for a while, less long if it was only
+too slow, and then tried again by the next caller. gRPC is last and needs no trial, since control goes over it. A path
+that is retired is closed when its last exchange has ended, so that the failure of one exchange does not break others.
 
-A caller that comes while another is trying a path waits for the result, but no longer than a trial may take. A trial
+A caller that arrives while another is trying a path waits for the result, but no longer than a trial may take. A trial
 takes at most a share of the caller's time and at most TRY_MS, so that connecting does not use up the call's time.
 """
 
@@ -228,7 +227,7 @@ class PathSelector:
 
     def _learn(self, deadline: Deadline) -> Offers:
         """Returns what the shard offers; asks only once. Raises Unavailable, ProtocolError or RefusedByShard if the
-        shard does not say."""
+        shard does not answer."""
         if self._offers is None:
             offers = self._control.offers(deadline)
             if offers.epoch != self._shard.epoch:

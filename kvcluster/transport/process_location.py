@@ -15,8 +15,8 @@ _NAMESPACE = "/proc/self/ns/net"
 
 @cache
 def here() -> str:
-    """Returns this process's place. The machine is told by the kernel's boot id, which containers share; where that
-    cannot be read, by the host's name."""
+    """Returns this process's place. The machine is identified by the kernel's boot id, which containers share; where
+    that cannot be read, by the host's name."""
     name = socket.gethostname()
     try:
         machine = _BOOT_ID.read_text(encoding="ascii").strip().replace("-", "")[:12]

@@ -113,7 +113,7 @@ class Connection:
         self.version: int | None = None
         """The version of the protocol that both sides speak, by the last answer; None before the first."""
         self.clock: ClockDifference | None = None
-        """How this clock differs from that of the server, by the last answer that told it."""
+        """How this clock differs from that of the server, by the last answer that had the server's time."""
         self._calls: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._asking = 0
@@ -200,7 +200,7 @@ class Connection:
         detail = error.details() if hasattr(error, "details") else str(error)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise Unavailable(Miss(MissReason.DEADLINE, self.address)) from None
-        if code is grpc.StatusCode.CANCELLED and not self._closed:  # from afar: a server that ends is UNAVAILABLE
+        if code is grpc.StatusCode.CANCELLED and not self._closed:  # by the server; one that ends is UNAVAILABLE
             late = "the server stopped the exchange because the lease had ended: too slow, or a purge came"
             raise Unavailable(Miss(MissReason.DEADLINE, f"{self.address}: {late}")) from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
@@ -262,7 +262,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 IN_PROCESS = "in-process://"
-"""How addresses of clusters begin that serve their own process alone (client/in_process.py)."""
+"""The prefix of addresses of clusters that serve their own process alone (client/in_process.py)."""
 
 _SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/{1,3}")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
@@ -270,7 +270,7 @@ _BARE_IPV6 = re.compile("[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}")
 
 
 def check_address(address: str) -> None:
-    """Raises ConfigError unless this is host:port. The message says what to write instead, where that can be told."""
+    """Raises ConfigError unless this is host:port. The message says what to write instead, where that is known."""
     given: object = address
     if not isinstance(given, str):
         raise ConfigError(f"the address is {given!r}; expected host:port as text, such as '127.0.0.1:7070'")

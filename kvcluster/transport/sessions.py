@@ -1,10 +1,10 @@
 """The shard's side of an exchange, for all transports: carries out page sessions on a transport's thread.
 
-page_session.py decides. This module waits for the core, reads frames from the arena, and receives layers.
-worker_exchange.py is the other side.
+page_session.py decides; `ExchangeSession`, `ReadSession` and `WriteSession` wait for the core, read frames from the
+arena, and receive layers. worker_exchange.py is the other side.
 
-The questions that all transports ask a shard in the same way: to attach, for its offers, to flush, and so on. A
-transport supplies `_ask`; loads, stores and Attends are its own.
+`ShardQuestions` has the questions that all workers' transports ask a shard in the same way: to attach, for its offers,
+to flush, and so on. A transport supplies `_ask`; loads, stores and Attends are its own.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ExchangeSession(Generic[RequestT]):
         try:
             self._end()
         finally:
-            self._tell(error)
+            self._report_end(error)
 
     def _open(self) -> None:
         try:
@@ -126,7 +126,7 @@ class ExchangeSession(Generic[RequestT]):
             self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
         except BaseException as error:
             self._watch.close()
-            self._tell(error)
+            self._report_end(error)
             raise
 
     def alive(self) -> None:
@@ -138,9 +138,9 @@ class ExchangeSession(Generic[RequestT]):
         self._watch.close()
         self._drive(Stopped(for_good))
 
-    def _tell(self, error: BaseException | None) -> None:
-        """Tells the shard how the exchange ended. `error`: what ended it, None if its transport brought it to an end.
-        A caller that was not attached yet had no exchange: it tries a path like this, and attaches before it asks
+    def _report_end(self, error: BaseException | None) -> None:
+        """Reports to the shard how the exchange ended. `error`: what ended it, None if its transport completed it.
+        Reports nothing for a caller that was not attached yet: it tries a path like this, and attaches before it asks
         again."""
         seconds = time.monotonic() - self._began
         named = self._operation(), self._path, self._tenant, self._request.attempt
@@ -196,8 +196,8 @@ class ExchangeSession(Generic[RequestT]):
 
 
 class ReadSession(ExchangeSession[ReadRequest]):
-    """One load. `outcome` is for each want None or its miss. A request for pages of a pool on a device is followed only
-    over the path by which the worker can have opened one."""
+    """One load. `outcome` is for each want None or its miss. Pages of a pool on a device are granted only over a path
+    by which the worker can have opened that pool (`opens_pools`)."""
 
     def __init__(
         self,
@@ -290,7 +290,7 @@ class WriteSession(ExchangeSession[WriteRequest]):
             self._end(for_good=not self._left)
         finally:
             # Once all is committed, a worker that has its answer may end the stream before the server does.
-            self._tell(error if self._written is None else None)
+            self._report_end(error if self._written is None else None)
 
     def _operation(self) -> Operation:
         return Operation.STORE
@@ -349,7 +349,7 @@ class ShardQuestions(ABC):
 
     @abstractmethod
     def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
-        """Returns the shard's answer. Raises Unavailable if none comes by the deadline."""
+        """Returns the shard's answer. Raises Unavailable if none arrives by the deadline."""
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
         return _expected(AttachedShard, self._ask(AttachShard(spec), deadline))

@@ -57,7 +57,7 @@ class ShmConnection:
     def __init__(self, link: FramedSocket, welcome: shm_frames.Welcome, maps: ArenaMappings) -> None:
         self.arena = maps.get(link, welcome.arena_bytes, writable=False)
         self.pool: OpenPool | None = None
-        """The shard's pool on a device, once it was asked for."""
+        """The shard's pool on a device, once it has been opened."""
         self._registering: dict[Device, Registering] = {}
         self.turn = Turn.IDLE
         self._link = link
@@ -160,8 +160,8 @@ class ShmConnection:
         answer: FrameKind = FrameKind.GRANT,
         most: int | None = None,
     ) -> bytes:
-        """Returns the body of the answer, of at most so many bytes. Until the caller sets it, the turn is theirs: after
-        an answer that makes no sense nobody knows whose it is."""
+        """Returns the body of the answer, of at most so many bytes. The turn stays THEIRS until the caller sets it:
+        after an invalid answer it is not known whose turn it is."""
         self.send(kind, body, deadline, then=Turn.THEIRS)
         kind, body = self._link.receive(answer, FrameKind.REFUSED, deadline=deadline, most=most)
         if kind is FrameKind.REFUSED:
@@ -269,14 +269,14 @@ class ArenaMappings:
         self._registered: dict[Device, Registering] = {}
 
     def release(self) -> None:
-        """No device reads the arena any more, when what is under way has ended. Until then it stays registered, however
-        many connections come and go: to lock its pages takes longer than a load."""
+        """Has the arena unregistered from its devices when the work under way has ended. Until this call it stays
+        registered, however many connections open and close: locking its pages takes longer than a load."""
         with self._lock:
             _ended, self._registered = self._registered, {}  # it is unregistered when the lock is free again
 
     def registering(self, arena: Mapping, device: Device) -> Registering:
-        """Returns that of this device, which is begun if there is none. Raises KVClusterError if no thread can be
-        started."""
+        """Returns the registration for this device; begins one if there is none. Raises KVClusterError if no thread can
+        be started."""
         with self._lock:
             known = self._registered.get(device)
             if known is None:  # else it keeps the mapping, which is that of all connections
@@ -308,7 +308,7 @@ class ArenaMappings:
 @contextlib.contextmanager
 def _received_fd(link: FramedSocket, what: str) -> Iterator[int]:
     """The one descriptor just received, that of the shard's pool or arena, which is closed with the block. Raises
-    ProtocolError if another number of them has come."""
+    ProtocolError if another number of them has arrived."""
     fds = link.take_fds()
     try:
         if len(fds) != 1:

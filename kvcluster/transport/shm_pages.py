@@ -3,12 +3,12 @@
 Control goes over a unix socket, with one connection for each exchange that is under way; the bytes of pages never do.
 Bytes copied from the arena are verified at their destination, as on every other path: a reader that paused past its
 lease may find another page there, which does not verify. A writer may pause for any time: the shard gives its pages to
-no other writer before the worker has said that it has stopped, or its connection has ended (shm_server.py). So no
+no other writer before the worker has reported that it has stopped, or its connection has ended (shm_server.py). So no
 connection is ended while a byte is being written into the arena.
 
-A worker whose blocks lie on a device has that read the arena itself, if the system lets it be registered. If it also
-reads the memory of the device on which the shard has a pool, its own or a peer's, the worker opens that as well, for
-reading alone, and is granted pages of it: a batch of its own. Either is carried out by the device
+If a worker's blocks lie on a device, and the system lets the arena be registered, the device reads the arena itself. If
+it also reads the memory in which the shard has a pool on a device, its own or a peer's, the worker opens that pool as
+well, for reading only, and is granted pages of it: a batch of its own. The device carries out either batch
 (device/pool_copies.py).
 
     pool    -> POOL   <- POOL                                              before the first load from there
@@ -57,10 +57,10 @@ _LOG = logging.getLogger(__name__)
 
 SLICE_BYTES = 8 * limits.FRAME_BYTES
 """The most that one native call loads. Between two calls threads of this process wait for one another, some 30 us; a
-caller that waits for layers is told of them after each call."""
+caller that waits for layers is notified after each call."""
 
 _DEVICE_SLICE_BYTES = 32 * SLICE_BYTES
-"""As SLICE_BYTES, of what a device copies: it is to have its next chunk while this process looks at the last one, and
+"""As SLICE_BYTES, for copies by a device: it should have its next chunk while this process handles the last one, and
 has none at the end of a slice."""
 
 _SLICES = 8
@@ -97,7 +97,7 @@ class ShmPages:
 
     name = "shm"
     streams = Streams(loads=_LOADS, decoding=_LOADS, device=1)
-    """One for a device, which reads the arena itself: more would share its link."""
+    """One stream for a device that reads the arena itself: more would share its link."""
 
     def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION, *, device: str = "") -> None:
         """`device`: the name of the one with the shard's pool, "" if it has none."""
@@ -182,7 +182,7 @@ class ShmPages:
         self._maps.release()
 
     def _registered(self, control: ShmConnection, device: Device, deadline: Deadline) -> RegisteredMemory | None:
-        """Returns the arena if the device reads it itself. If that is refused it is not tried again."""
+        """Returns the arena if the device reads it itself. If the registration is refused it is not tried again."""
         if device in self._refused:
             return None
         try:
@@ -193,8 +193,8 @@ class ShmPages:
             return None
 
     def _reads_pool(self, control: ShmConnection, device: Device, deadline: Deadline) -> bool:
-        """Whether pages of the shard's pool can be read, which this opens if it is on that device or one whose memory
-        that reads. If it cannot be opened it is not tried again."""
+        """Whether this device can read pages of the shard's pool. Opens the pool first, if it is on this device or on
+        one whose memory this device reads; if that fails it is not tried again."""
         if self._device not in device.reads:
             return False
         if control.pool is None:

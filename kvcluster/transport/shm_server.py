@@ -4,10 +4,10 @@ The socket has an abstract name, so that a crash leaves no file, and accepts onl
 receives a descriptor of the arena for reading, and one for writing with its first store.
 
 A worker writes directly into a page under a write lease. It may pause for any time and then continue. So the lease ends
-only when the worker has said that it has stopped, or can no longer write: its stream has ended, which it does not end
-before it has stopped; or its process has ended, which is watched separately, because a forked child has the stream open
-as well. An expired lease commits nothing, and frees no page before that. While the shard itself is closing, it cannot
-see a worker stop, and the worker's pages stay leased until the arena is closed.
+only when the worker has reported that it has stopped, or can no longer write: its stream has ended, which it does not
+end before it has stopped; or its process has ended, which is watched separately, because a forked child has the stream
+open as well. An expired lease commits nothing, and frees no page before that. While the shard itself is closing, it
+cannot see a worker stop, and the worker's pages stay leased until the arena is closed.
 
 A reader's lease ends when it expires: what it reads after that does not verify.
 """
@@ -253,7 +253,7 @@ def _admit(link: FramedSocket) -> None:
 
 def _process_of(connected: socket.socket, process: int) -> int | None:
     """Returns a descriptor of the process at the other side. None if the system gives none: then only the end of the
-    stream shows that the process has ended, and that comes late if it has forked."""
+    stream shows that the process has ended, and only late if it has forked."""
     with contextlib.suppress(OSError):
         return connected.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     with contextlib.suppress(OSError, AttributeError):

@@ -1,7 +1,7 @@
 """Pages over TCP sockets: from the arena with sendmsg, into the destination with recv_into, no copy in between.
 
 One connection carries one exchange at a time and is kept for the next; parallel exchanges use a connection each. A
-connection on which anything went wrong is closed, which tells the other side that the exchange is over: the shard
+connection on which anything went wrong is closed, by which the other side knows that the exchange is over: the shard
 releases its pages at once. Control (attach, flush, suspect) goes over gRPC and is not here.
 
     load    -> READ   <- HEAD, PAGES ..., DONE
@@ -168,8 +168,8 @@ class TcpPages:
         return outcome
 
     def _why(self, error: BaseException, deadline: Deadline) -> BaseException:
-        """Returns the error of a broken exchange. A shard that closes a connection in the middle can rarely say why. If
-        it accepts another connection, it is alive, and closed this one because the lease had ended."""
+        """Returns the error of a broken exchange. A shard that closes a connection in the middle can rarely send a
+        reason. If it accepts another connection, it is alive, and closed this one because the lease had ended."""
         if not isinstance(error, Unavailable) or error.miss.reason is not MissReason.SHARD_LOST:
             return error
         try:

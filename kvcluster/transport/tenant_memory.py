@@ -2,8 +2,8 @@
 (core/tenant_shares.py).
 
 An amount is taken for what a header claims, before any of it is read, so that a request that has begun never waits for
-another one: what waits here holds nothing of the same memory. Up to limits.SMALL_BODY_BYTES are free of charge, which
-are nearly all frames: those take no lock.
+another one: a request that waits here holds nothing of the same memory. Up to limits.SMALL_BODY_BYTES are free of
+charge, which are nearly all frames: those take no lock.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""The worker's side of an exchange, for all transports: divides a store into records, and checks that a shard's answer
-matches the request. sessions.py is the shard's side.
+"""The worker's side of an exchange, for all transports; sessions.py is the shard's side.
 
-The copies of one exchange: how a data path that knows where all its bytes lie passes them on as one batch.
+Bytes move in records. `in_order_of_use` and `runs_of` define how layers of pages are cut into records, and the order in
+which they travel.
 
-Such a path builds the records of a load or store from its grant, and has the sink or source copy them in slices,
-between the renewals of its lease.
+A data path that knows where all its bytes lie builds the records of a load or store from its grant (`granted_records`,
+`reserved_records`) and passes them on as one batch: the sink or source copies them in slices, between the renewals of
+its lease. `RecordSink` and `outgoing_records` take one record at a time instead.
 
-The order in which the layers of pages travel, and how they are cut into records, the unit in which bytes move.
+`RequestedLayers` and `check_answer_length` check that a shard's answer matches the request.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ The bytes of pages never pass through protobuf, which would copy them once more 
 of any owner in one copy, `parse` gives views of the message that arrived. This module knows sizes, not content:
 the receiver verifies each layer against its checksum.
 
-All frames of a stream are of the version that client and server agree on (versions.py), but for the first one of a
-client that has had no answer yet: it is of the client's oldest version.
+All frames of a stream are of the version that client and server agree on (versions.py), except the first frame of a
+client that has not received an answer yet: it is of the client's oldest version.
 
-Every decoder raises ProtocolError or LimitError for malformed input. Where a shard may refuse, it returns the Refused
-itself.
+Every decoder raises ProtocolError or LimitError for malformed input. Where a shard may refuse, the decoder returns the
+Refused itself.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ A message is three frames: topic, sequence (u64, big-endian), payload. The paylo
     AllBlocksCleared
 
     replay    a request is an empty frame, the first sequence wanted, and, only in kvcluster, an optional topic. The
-    answer
-              is a message for each batch, an empty frame first, and ends with one whose sequence is END
+              answer is a message for each batch, an empty frame first, and ends with one whose sequence is END
 
 Our hashes are the 32 bytes that identify a block everywhere else. Other engines may send any bytes, or an integer of 64
 bits, which is read as its 8 bytes, big-endian, a negative one as its two's complement: equal integers give equal

@@ -10,7 +10,7 @@ that has a field for it carries it, and it is compared before anything else of t
 
 gRPC sees only bytes. `Read` and `Write` of a shard are streams of frames instead (frames.py). A row of a table is the
 method's name, which is that of the question in the core; the struct of the question; and the type of its reply. Refused
-may come instead of that.
+may be returned instead.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Method:
     def decode_question(self, data: bytes, version: int) -> tuple[NamespaceId | None, Question | None]:
         """Returns the namespace that a question is about, if its method has one, and the question."""
         m: Any = parse(self._asked.message, data, self.most_bytes)
-        if self._asked_versioned:  # before its first answer, a caller says its oldest version, maybe not spoken here
+        if self._asked_versioned:  # a caller without an answer states its oldest version, perhaps unknown here
             check_version(m.protocol_version, oldest=1, newest=version, of=f"a question ({self.name})")
         return NAMESPACE.decode(m.namespace) if self._in_namespace else None, self._asked.decode(m)
 

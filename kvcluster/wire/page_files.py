@@ -4,7 +4,7 @@
         body            life 16 | file_bytes u64 | page bytes u64 | layers u32 | tenant's bytes u16 | tenant | Spec
     record of slot i    block 32 | parent 32 | depth u64 | group u32 | part 4 u32 | codec u16 | loss u8 | 0
                         | a u64 a layer: its checksum | xxh3_64 of all that and the life, seeded by i, u64
-    slots               core/file_allocator.py says where records and slots lie
+    slots               core/file_allocator.py computes where records and slots lie
 
 Little-endian. The life is drawn at random when a file begins to hold pages of another kind, so that records of an
 earlier life are invalid. A page's bytes are those of its codec (docs/codecs.md). Records that are corrupt, torn or of a

@@ -1,9 +1,8 @@
-"""Messages of shards to the coordinator: reports and inventories. Its answers are in orders.py.
+"""Messages of shards to the coordinator (reports and inventories), and its answer to them: the events that it has
+received, and the orders for the shard.
 
 A message carries thousands of events, in parallel lists for each kind of event. The list of kinds keeps their order,
-because a page may come and go within one message.
-
-The coordinator's answer to a report: the events that it has received, and the orders for the shard.
+because a page may be committed and removed within one message.
 
 To add a kind of order: a Struct, and an alternative of the protocol's `Order`.
 """
@@ -87,7 +86,7 @@ CONFIG_HASH_CHARS = 16
 PROTOCOL_MAX = 999_999
 _PORT_CHARS = 64
 WHY_CHARS = 512
-"""The most characters of why a shard does not reach another one."""
+"""The most characters of the reason why a shard cannot reach another one."""
 
 # -------------------------------------------------------------------------------------------- events
 
@@ -207,7 +206,7 @@ NODE = words("a node")
 RELEASE = words("a release", RELEASE_CHARS)
 CONFIG_HASH: Scalar[str] = Scalar(str, _config_hash)
 PROTOCOL = amount("version of the protocol", PROTOCOL_MAX)
-"""What each process says about itself."""
+"""What each process reports about itself."""
 
 _TROUBLE = words("a shard's trouble")
 INFO = Struct(

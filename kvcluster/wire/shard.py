@@ -1,10 +1,8 @@
 """Questions of workers to a shard and its replies, and the first and last messages of a stream of pages.
 
-frames.py frames those messages; pages/ knows the bytes of pages.
-
-Remote attention: the registration of spans, and the messages of one Attend (core/messages/sequences_and_spans.py).
-
-The query and the results are not in these messages: they follow them as bytes.
+They include those of remote attention: the registration of spans, and the messages of one Attend
+(core/messages/sequences_and_spans.py), whose query and results follow the messages as bytes. frames.py frames the
+messages of a stream; copies/ knows the bytes of pages.
 """
 
 from __future__ import annotations
@@ -224,7 +222,7 @@ _REASON: EnumField[DeclineReason] = EnumField(DeclineReason, pb.DeclineReason, "
 
 
 def _capped(items: Column[V], most: int) -> Values[V]:
-    """A column of at most `most` items, however many its lists are said to have."""
+    """A column of at most `most` items, whatever limit its decoder is given."""
     return Values(items.encode, lambda wire, said, what: items.decode(wire, min(said, most), what))
 
 

@@ -2,7 +2,7 @@
 
 A grant names thousands of pages, so it consists of arrays: little-endian, one entry per granted page, in order.
 
-    WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
+    WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena is sent with it
     GRANT     bytes of the head u32, the head (MissTable or WrittenTable), offsets u64[], page bytes u64[];
               after a READ, the codecs u64[], and the checksums u64[] of the layers that each page was asked for
     WRITTEN   the processor that the writer runs on u16, its complement u16, so that a flipped bit is detected;
@@ -150,8 +150,8 @@ def _layers(wants: PageWants) -> int:
 
 
 def _head_bytes(asked: int) -> int:
-    """Returns the most bytes of a head with an outcome for each of so many pages, of which each may have its words.
-    Protobuf makes many times its bytes of what claims to be more."""
+    """Returns the most bytes of a head with an outcome, which may have a text of its own, for each of so many pages. A
+    head that claims to be longer is refused, since protobuf would allocate many times its size."""
     return min(limits.BODY_BYTES, limits.WORDS_BYTES + _OUTCOME_BYTES * asked)
 
 

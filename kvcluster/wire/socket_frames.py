@@ -177,7 +177,7 @@ _DEADLINE, _LOST = 16, 17
 
 
 class PeerFailed(Unreachable):
-    """The other side has sent an error that has a Miss; here it is again."""
+    """An error with a Miss that the other side has sent, raised again here."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(str(miss))
@@ -185,7 +185,7 @@ class PeerFailed(Unreachable):
 
 
 def encode_failure(error: KVClusterError) -> bytes:
-    """Encodes an error of errors.py. Of one with a `miss`, as Unavailable of transport/base.py has it, the code says
+    """Encodes an error of errors.py. For an error with a `miss` (Unavailable of transport/base.py), the code states
     whether the deadline has passed or the shard is lost."""
     miss = getattr(error, "miss", None)
     if isinstance(miss, Miss):
@@ -197,7 +197,7 @@ def encode_failure(error: KVClusterError) -> bytes:
 
 
 def decode_failure(body: bytes) -> KVClusterError:
-    """The inverse. Returns the error to raise: PeerFailed for one that had a `miss`."""
+    """The inverse. Returns the error to raise: PeerFailed for an error with a `miss`."""
     must(body, "a FAILED frame is empty")
     words = body[1:].decode("utf-8", "replace")
     if body[0] == _DEADLINE:

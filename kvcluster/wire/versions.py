@@ -1,19 +1,19 @@
-"""Versions of the protocol: how each side says which ones it speaks, and which one a conversation is in.
+"""Versions of the protocol: how each side states which ones it speaks, and which one a conversation uses.
 
 A release speaks two versions, its own and the one before. Each gRPC call carries the caller's pair in its metadata, and
 each answer the server's in its trailers: "1 2 0.2.0" is the oldest, the newest and the release. Both sides compute the
-same: the newest version that both speak. A side that says nothing is of version 1, which had no such metadata. So no
-call has to fail for the two to agree, and a server that was replaced by another release is understood from its next
+same result: the newest version that both speak. A side that states none is of version 1, which had no such metadata. So
+no call has to fail for the two to agree, and a server that was replaced by another release is understood from its next
 answer on.
 
-Answers that had a field for the version before there was metadata (to Attach and GetOffers), and the headers of frames,
+The answers that had a version field before there was metadata (to Attach and GetOffers), and the headers of frames,
 carry the version of their conversation; it is checked, and cannot change within a stream. An Attach before the first
 answer carries the caller's oldest version, and so does the first frame of a stream: a server of version 1 compares it,
 and all others go by the metadata.
 
 A version changes nothing in how a message is parsed: fields that the other side does not know are skipped there, and
-fields that it does not send have their default. It says what may be relied on, and what may be sent that an older side
-would refuse: a new member of an enum, a new alternative of a oneof, a new method, a new kind of frame.
+fields that it does not send have their default. It determines what a side may rely on, and what it may send that an
+older side would refuse: a new member of an enum, a new alternative of a oneof, a new method, a new kind of frame.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Versions(NamedTuple):
 
 OURS = Versions(OLDEST_VERSION, PROTOCOL_VERSION, __version__)
 FIRST = Versions(1, 1, "")
-"""A side that says nothing."""
+"""A side that states no versions."""
 
 
 def encode_versions(versions: Versions) -> str:
@@ -59,10 +59,10 @@ def encode_versions(versions: Versions) -> str:
 
 
 CLOCK_KEY = "kvcluster-clock"
-"""The key of the trailer that tells the server's clock; `clock_in` reads it."""
+"""The key of the trailer that states the server's clock; `clock_in` reads it."""
 
 METADATA = ((VERSIONS_KEY, encode_versions(OURS)),)
-"""What this side says about itself."""
+"""What this side states about itself."""
 
 
 @lru_cache(maxsize=64)
@@ -75,7 +75,7 @@ def decode_versions(value: str) -> Versions:
 
 
 def versions_in(metadata: Iterable[Any]) -> Versions:
-    """Returns the versions of the side that sent this metadata; of several entries the first holds. Raises
+    """Returns the versions of the side that sent this metadata; of several entries the first counts. Raises
     ProtocolError if they are malformed."""
     for key, value in metadata:
         if key == VERSIONS_KEY:
@@ -84,8 +84,7 @@ def versions_in(metadata: Iterable[Any]) -> Versions:
 
 
 def clock_in(metadata: Iterable[Any]) -> int | None:
-    """Returns the nanoseconds since 1970 that the clock of the side shows which sent this metadata; None if it does not
-    tell."""
+    """Returns the clock of the side that sent this metadata, in nanoseconds since 1970; None if it is not stated."""
     said = next((str(value) for key, value in metadata if key == CLOCK_KEY), "")
     return int(said) if _CLOCK.fullmatch(said) else None
 

@@ -4,7 +4,7 @@
     both       READY, a command with the type of the socket
     both       messages of one or more frames; PING and PONG, commands of peers that look for signs of life
 
-libzmq keeps what a peer sends without a bound: subscriptions, and messages whose last frame never comes. So the
+libzmq keeps what a peer sends without a bound: subscriptions, and messages whose last frame never arrives. So the
 publisher of KV events reads what peers send with this module (docs/adr/0074). `Inbound` holds one message at most, and
 refuses a frame by its header, before any of its bytes is kept.
 """
@@ -56,7 +56,7 @@ class Inbound:
         self._nbytes = 0
         self._greeted = False
         self.ready = False
-        """Whether the peer has said which socket it is."""
+        """Whether the peer has stated the type of its socket."""
         self.answer = b""
         """What is to be sent for the last PING; the caller empties it."""
 

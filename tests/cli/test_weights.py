@@ -123,7 +123,7 @@ def test_an_engine_that_was_reset_a_moment_ago_is_told_when_it_registers(
 def test_an_engine_that_does_not_take_them_up_is_named(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shown, "_HEARD_S", 0.3)
+    monkeypatch.setattr(shown, "_CONFIRM_S", 0.3)
     client.register(PRIVATE)
     assert served.run("weights", "set", "tiny", "sha256:new") == 1
     assert capsys.readouterr().out == "host:1: has not confirmed in time\n"

@@ -7,7 +7,8 @@ holds, twice (tiers.py), or answers with a sixteenth of the memory that the KV t
 (gpu.py). It checks its results: the exit status is 1 if the cache changed an answer, or if the checks could not have
 noticed that. `DEMO_MODEL=path` replaces the model.
 
-Nothing outlives it: everything it starts is a context manager, and a replica ends by itself when its conductor is gone.
+Nothing outlives it: everything it starts is a context manager, and a replica ends by itself when its conductor has
+ended.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def run(arguments: Sequence[str] = ()) -> int:
     """Runs the demo. With `--json` prints the figures as one JSON object and nothing else. Returns the exit status."""
     as_json = "--json" in arguments
     with Signals() as signals, Screen(silent=as_json) as screen:
-        with _nobody_else_prints():
+        with _stdout_discarded():
             figures = conduct(screen, signals)
         screen.show(figures)
     if as_json:
@@ -58,8 +59,8 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 
 @contextmanager
-def _nobody_else_prints() -> Iterator[None]:
-    """Within it what is printed to standard output is lost: Ray prints there what becomes of its workers."""
+def _stdout_discarded() -> Iterator[None]:
+    """Discards what is printed to standard output within the block: Ray prints there what becomes of its workers."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
 

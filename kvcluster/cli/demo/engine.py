@@ -1,12 +1,12 @@
 """One engine replica of the demo: `python -m kvcluster.cli.demo.engine`, controlled over a connection.
 
-Requests are the methods of `Engine`, served as a worker of the benchmark serves its requests; before an answer come any
-number of `{"progress": [done, total]}`. The process ends when its conductor does. `Engine.answer` uses the cache.
+The demo's model and document, `llama` and `document`, are used by a benchmark as well; neither needs Ray or a download.
+The model is a Llama of random weights whose tokens are the bytes of UTF-8: it shows how KV moves; its output is
+meaningless. The document is English text that every machine has: the help texts of Python.
 
-The demo's model and document, which a benchmark uses as well. Neither needs Ray or a download.
-
-The model is a Llama of random weights whose tokens are the bytes of UTF-8. The document is English text that every
-machine has: the help texts of Python. The model shows how KV moves; its output is meaningless.
+Requests are the methods of `Engine`, served as a worker of the benchmark serves its requests; any number of
+`{"progress": [done, total]}` precede an answer. The process ends when its conductor does. `Engine.answer` uses the
+cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ Progress = Callable[[int, int], None]
 
 
 class Watch(BaseStreamer):
-    """Counts layers of the prefill and new tokens as they come, and records the time of the first token."""
+    """Counts layers of the prefill and new tokens as they are computed, and records the time of the first token."""
 
     def __init__(self, model: Any, progress: Progress) -> None:
         self.first_token_ns = 0

@@ -1,7 +1,7 @@
 """The demo's fifth act: a shard with a pool in the memory of a GPU, and an engine whose KV lies on the same GPU.
 
 What the engine loads is promoted to the pool, and the engine then reads it there: the GPU copies and verifies, and no
-byte passes through memory of the CPU. Without a GPU both sides have a twin of one, and the act says so.
+byte passes through memory of the CPU. Without a GPU both sides have a twin of one, and the act reports that.
 """
 
 from __future__ import annotations
@@ -42,5 +42,5 @@ def conduct(replica: ChildProcess, screen: Screen, signals: Signals) -> Figures:
 
 
 def assess(read: Figures) -> Figures:
-    """`ok`: all pages of a load came from the pool, they are the bytes that were stored, and no copy was made."""
+    """`ok`: all pages of a load were read from the pool, with the bytes that were stored, and no copy was made."""
     return read | {"ok": read["pages"] == BLOCKS and read["identical"] and not read["copies"]}

@@ -69,7 +69,7 @@ class _CardBlocks:
 
 
 class _TwinBlocks:
-    """An engine's blocks on a twin, until the house is left."""
+    """An engine's blocks on a twin, until `house` is closed."""
 
     def __init__(self, house: ExitStack) -> None:
         nbytes = BLOCKS * SPEC.block_bytes

@@ -1,4 +1,4 @@
-"""The figures of `kvcluster report`: what the traces of several engines come to, as plain values.
+"""The figures of `kvcluster report`: the totals of the traces of several engines, as plain values.
 
 Engines whose specs are equal, weights included, form a *group*: they would share. An engine whose weights never got a
 fingerprint shares with none, as in a cluster. The figures of a group come from observe/reuse_prediction.py.
@@ -43,7 +43,7 @@ SHARES = (
 
 @dataclass(frozen=True, slots=True)
 class LoadLink:
-    """How fast loads are. `name`: the path that was measured, or how the rate came about."""
+    """How fast loads are. `name`: the path that was measured, or the source of the rate."""
 
     name: str
     rate: LinkRate
@@ -143,7 +143,7 @@ def _group(spec: KVSpec, traces: Sequence[EngineTrace], options: ReportOptions) 
     parts = traces[0].header.parts or spec.whole_parts()
     cost = LoadCost(spec, parts, options.link.rate, options.prefill_tokens_per_s)
     predicted, distinct = predict(requests)
-    predicted = [one for one in predicted if one.request.prompt_tokens]  # without lines that only tell of a store
+    predicted = [one for one in predicted if one.request.prompt_tokens]  # without lines that only record a store
     capacity = sum(_blocks(tier, spec) for tier in _with_codecs(options.tiers)) if options.tiers else None
     seen = outcome(predicted, cost, capacity)
     rates = [cost.rate(one) for one in requests if cost.rate(one)]
@@ -298,8 +298,8 @@ def _by_request(
             "prompt_tokens": one.request.prompt_tokens,
             "local_tokens": one.request.local * spec.block_tokens,
             "found_tokens": one.found(capacity) * spec.block_tokens,
-            "loaded_tokens": came.loaded_tokens,
-            "saved_ms": came.saved_ns / _MS,
+            "loaded_tokens": result.loaded_tokens,
+            "saved_ms": result.saved_ns / _MS,
         }
-        for one, came in zip(predicted, seen.requests, strict=True)
+        for one, result in zip(predicted, seen.requests, strict=True)
     ]

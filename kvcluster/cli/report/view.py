@@ -70,8 +70,8 @@ def _saved(group: _Figures) -> Iterator[str]:
         share = group["saved_ms"] / group["prefill_ms"] if group["prefill_ms"] else 0.0
         yield f"saved: {group['saved_ms']:,.0f} ms of {group['prefill_ms']:,.0f} ms of prefill ({share:.1%})"
         if group["loads"]:
-            told = ", ".join(f"{name} {ms:,.1f}" for name, ms in by_load.items())
-            yield f"  {group['loads']:,} of {group['requests']:,} requests load; ms saved by each: {told}"
+            savings = ", ".join(f"{name} {ms:,.1f}" for name, ms in by_load.items())
+            yield f"  {group['loads']:,} of {group['requests']:,} requests load; ms saved by each: {savings}"
         yield f"  prefill {group['prefill_tokens_per_s']:,} tokens/s, median of what engines measured"
     yield f"  loads {rate}" + (f"; pay from {link['pays_from_tokens']:,} tokens" if link["pays_from_tokens"] else "")
 

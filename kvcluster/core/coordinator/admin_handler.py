@@ -1,9 +1,8 @@
-"""What operators and users tell the coordinator to do: pin blocks, list pins, purge, drain a shard, probe, announce
-weights, and change the policy of the tiers.
+"""Commands of operators and users: pin blocks, list pins, purge, drain a shard, probe, announce weights, and change the
+policy of the tiers; and the status of the cluster.
 
-What has to outlast this process is an effect: the tombstones of purges (Persist) and the settings (KeepSettings).
-
-The status of the cluster: an operator sees all of it, a tenant its own figures and which shards are up.
+What has to outlast this process is an effect: the tombstones of purges (Persist) and the settings (KeepSettings). In
+the status an operator sees the whole cluster, a tenant its own figures and which shards are up.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ class AdminHandler:
 
     def set_weights(self, request: Request[SetWeights], now: int) -> list[Effect]:
         m = request.question
-        told = self._state.engines.set_weights(request.tenant, m.model, m.weights, m.engine, now)
-        return [Answer(request.call, Engines(told))]
+        ordered = self._state.engines.set_weights(request.tenant, m.model, m.weights, m.engine, now)
+        return [Answer(request.call, Engines(ordered))]
 
     def pin(self, request: Request[PinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
         m = request.question
@@ -149,13 +148,11 @@ _TOO_MANY_PURGES = Refused(RefusedKind.LIMIT, "the limit of remembered purges is
 
 
 def list_pins(table: NamespaceTable, spaces: Iterable[CoordinatorNamespace], question: GetPins, now: int) -> PinList:
-    """Returns the next pinned blocks of these namespaces, those that `question` asks for.
+    """Returns the next pinned blocks of these namespaces, those that `question` asks for: some in each answer.
 
-    The listing of pins: which blocks users have pinned, some in each answer.
-
-    A pin has no record of its own: a namespace has the end of the pin of each block (namespaces.py). So what is
-    listed is what is spared from eviction now, whatever was evicted, lost or unpinned since it was asked for. A
-    client joins the runs of all answers to the prompts that they are prefixes of (client/pinning.py).
+    A pin has no record of its own: a namespace has the end of the pin of each block (namespaces.py). So what is listed
+    is what is spared from eviction now, whatever was evicted, lost or unpinned since it was pinned. A client joins the
+    runs of all answers to the prompts that they are prefixes of (client/pinning.py).
     """
     wanted = [space for space in spaces if space.pinned and question.model in (None, space.spec.model)]
     total = sum(len(space.pinned) for space in wanted)
@@ -213,7 +210,7 @@ class StatusHandler:
         self._schedule, self._schedule_until = ScheduleSeen(), 0
 
     def scheduled(self, m: ScheduleSeen, now: int) -> list[Effect]:
-        """Takes what the reconciler saw in its last pass."""
+        """Records what the reconciler saw in its last pass."""
         self._schedule, self._schedule_until = m, now + _SCHEDULE_NS
         if m.shards is not None:
             self._state.members.forget_lost(m.shards)

@@ -1,4 +1,5 @@
-"""What the coordinator can tell an eviction policy about a block: its bytes, its cost to compute again, its tenant.
+"""The Facts about a block that the coordinator provides to an eviction policy: its bytes, the cost of computing it
+again, and its tenant.
 
 **The cost of computing a block again** is an estimate in *token-layers*: the work of one token in one layer of the
 model, without attention. A block of T tokens in n layers costs T * n of them, plus its attention, which grows with the
@@ -14,7 +15,8 @@ The estimate leaves out what the coordinator does not know: a spec gives no widt
 experts, or speed of a GPU. So blocks of one model compare well, but a token-layer of a large model counts as much as
 one of a small model.
 
-Replicas first: a shard evicts copies of blocks that another shard keeps before any block that only it has.
+**Replicas first** (`ReplicasFirst`): a shard evicts copies of blocks that another shard keeps before any block that
+only it has.
 """
 
 from __future__ import annotations
@@ -71,14 +73,14 @@ class BlockFacts:
 
 
 _BEFORE_ALL = -1
-"""No policy's score is negative."""
+"""The score of a replica: below every score of a policy, none of which is negative."""
 
 
 class ReplicasFirst:
     """The eviction policy of the shard with that slot: replicas in no order, then other blocks as `policy` scores.
 
-    Of the shards that hold a block, the one that joined first keeps it, so that two do not each take the other's copy
-    for the one that stays.
+    Of the shards that hold a block, the one that joined first keeps it, so that two shards do not both evict it because
+    the other has a copy.
     """
 
     def __init__(self, policy: EvictionPolicy, book: ReplicaTable, slot: int) -> None:

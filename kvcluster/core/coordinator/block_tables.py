@@ -5,7 +5,7 @@ nodes of its parent at no cost, and what one sequence appends or drops does not 
 that follow it and the tables that end with it; it is released when nothing refers to it any more. A block is *claimed*
 while at least one node names it.
 
-Tables are changed as their workers say (messages/sequences_and_spans.py); tail lengths stay with the workers. A table
+Workers send the changes of their tables (messages/sequences_and_spans.py); tail lengths stay with the workers. A table
 belongs to one owner, a holder of one tenant. This module does not know whether the holder is alive: the caller that
 learns that its lease has ended calls `close_owner`.
 
@@ -53,7 +53,7 @@ class Claims:
 
 class _Node:
     """A block of a chain. `jump` is an ancestor; the root, of depth 0, is its own parent and jump. `reclaims`: a table
-    that had it was closed because its owner is to send it again."""
+    with this node was closed because its owner is to send that table again."""
 
     __slots__ = ("claims", "depth", "hash", "jump", "parent", "reclaims", "refs")
 
@@ -154,8 +154,8 @@ class BlockTables:
         """Makes one change, of a sequence with blocks in these namespaces. `capacity_bytes`: all bytes;
         `stored_blocks`: the blocks that shards have of the tenant; None if they are not known yet.
 
-        Returns UNKNOWN if the table is not known as `keep` and `parent` say, and LIMIT if the change would exceed
-        the tenant's share of all bytes, or a limit of limits.py.
+        Returns UNKNOWN if the table, or that of `parent`, has fewer than `keep` blocks here, and LIMIT if the change
+        would exceed the tenant's share of all bytes, or a limit of limits.py.
         """
         if m.closed:
             self._close(owner, m.sequence)
@@ -198,8 +198,8 @@ class BlockTables:
                 del self._tables[owner]
 
     def close_owner(self, owner: Owner, *, reclaims: bool = False) -> int:
-        """Closes every sequence of an owner that is gone, or that `reclaims`: it is asked to send all tables again.
-        Returns their number."""
+        """Closes every sequence of an owner whose lease has ended, or which `reclaims`: it is asked to send all tables
+        again. Returns their number."""
         own = self._tables.pop(owner, {})
         for table in own.values():
             if reclaims and table.tip is not self._root:
@@ -230,7 +230,7 @@ class BlockTables:
         return Released(done, unclaimed, awaited)
 
     def check(self) -> None:
-        """Asserts that nodes, claims and bytes are counted as the tables and the chains to be released say."""
+        """Asserts that the counts of nodes, claims and bytes agree with the tables and the chains to be released."""
         refs: dict[_Node, int] = {}
         tips = [table.tip for own in self._tables.values() for table in own.values()]
         for tip in (*tips, *self._released):
@@ -262,7 +262,7 @@ class BlockTables:
     # ------------------------------------------------------------------------------------------ one table
 
     def _base(self, own: dict[SequenceId, _BlockTable], m: TableChange, space: NamespaceId) -> _Node | None:
-        """Returns the node after which the blocks of this change come; None if there is no such table."""
+        """Returns the node after which this change adds its blocks; None if the table is not known up to there."""
         if m.parent is None and not m.keep:
             return self._root
         table = own.get(m.sequence if m.parent is None else m.parent)

@@ -8,7 +8,7 @@ shard remembers. It is *rebuilding* until the expected shards have sent their in
 meanwhile it answers loads from what it has, grants no store and gives no orders.
 
 Data flows one way: a commit becomes visible when the coordinator has stepped the shard's report of it, never because a
-worker says so.
+worker reports it.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Coordinator:
             },
             from_driver={
                 ScheduleSeen: self._status_handler.scheduled,
-                Retell: self._retell,
+                Retell: self._republish,
                 Tick: self._tick,
                 Stalled: self._stalled,
             },
@@ -195,7 +195,7 @@ class Coordinator:
         return self._status_handler.status(now)
 
     def set_facts(self, facts: ProcessFacts) -> None:
-        """Sets what this process says of itself in probes."""
+        """Sets what this process reports about itself in probes."""
         self.state.probes.facts = facts
 
     # ----------------------------------------------------------------------------------------- questions
@@ -247,7 +247,7 @@ class Coordinator:
             self._emitter.tell_some()
         return effects
 
-    def _retell(self, m: Retell, now: int) -> list[Effect]:
+    def _republish(self, m: Retell, now: int) -> list[Effect]:
         if self._emitter is not None:
             public = [space for space in self.state.namespaces if not space.spec.private]
             self._emitter.retell((space.id, space.index.standing()) for space in public)

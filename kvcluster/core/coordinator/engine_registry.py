@@ -3,12 +3,12 @@
 An engine registers repeatedly; one that is silent for `ttl_ns` is forgotten. Nothing depends on this: an engine that
 never registers is served like any other.
 
-What engines say of themselves is kept as UTF-8 in one piece, since a `str` may take four bytes a character, and each
-tenant may have its share of limits.ENGINES_BYTES.
+What engines report about themselves is kept as UTF-8 in one piece, since a `str` may take four bytes a character, and
+each tenant may use its share of limits.ENGINES_BYTES.
 
-An engine whose weights were changed in memory has withdrawn: only an operator knows its weights now. What the operator
-sets is an order for the engines that are private at that time, each for its current withdrawal. It does not hold for
-later ones: an engine that has changed its weights once more since would take the name of weights that it does not have.
+An engine whose weights were changed in memory has withdrawn: only an operator knows its weights now. The weights that
+the operator sets are an order to the engines that are private at that time, each for its current withdrawal and for no
+later one: an engine whose weights have changed once more since would take the name of weights that it does not have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECORD_BYTES = 640
 """What an engine costs besides its texts: its record, its key and its places in two dicts."""
 
 _BETWEEN = b"\xff"
-"""Separates texts: no UTF-8 has it."""
+"""Separates texts: it occurs in no UTF-8."""
 
 _FORGOTTEN_PER_STEP = 1_024
 """Silent engines that one step forgets."""
@@ -33,7 +33,8 @@ _FORGOTTEN_PER_STEP = 1_024
 
 @dataclass(slots=True)
 class _Known:
-    """One engine, when it last registered, and the weights that it is to use in the withdrawal of that number."""
+    """One engine, when it last registered, and the weights (`ordered`) that it is to use in withdrawal number
+    `ordered_for`."""
 
     texts: bytes
     private: bool
@@ -50,7 +51,7 @@ class _Known:
         return EngineInfo(engine, name, model, weights, pairs, self.private, self.withdrawn, self.ready, self.protocol)
 
     def order(self) -> list[bytes]:
-        """Returns model, name and id, in the order of which engines are listed."""
+        """Returns model, name and id: engines are listed in this order."""
         return self.texts.split(_BETWEEN, 3)[:3]
 
 

@@ -3,11 +3,11 @@ pressure.
 
 No lookup finds a private block, so one that no table names (block_tables.py) can never be used again. A block whose
 last claim ends is erased at once, in every tier of every shard that holds it. A block that is recorded without a claim
-gets a grace first: it was committed before its worker told of its table, or after it closed it; or the coordinator has
-restarted, or missed a message of the worker, which has not opened its tables again. The grace counts from the first
-record, from the end of the rebuilding, or from the release of the tables; while rebuilding nothing is erased. A block
-that is claimed in the meantime is left alone, and a copy that appears later (a move or a pull was under way) is
-recorded again and gets a grace of its own.
+gets a grace first: it was committed before its worker sent the table, or after the worker closed it; or the coordinator
+has restarted or missed a message, and the worker has not sent its tables again. The grace counts from the first record,
+from the end of the rebuilding, or from the release of the tables; while rebuilding nothing is erased. A block that is
+claimed in the meantime is left alone, and a copy that appears later (a move or a pull was under way) is recorded again
+and gets a grace of its own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Eraser:
                 self.recorded(name, now)
 
     def forget(self, member: Member) -> None:
-        """Forgets what a shard that is gone was to erase."""
+        """Forgets what a removed shard was to erase."""
         self._pending.pop(member.slot, None)
 
     def check(self, members: Sequence[Member]) -> None:

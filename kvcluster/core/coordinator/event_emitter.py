@@ -2,17 +2,14 @@
 
 The index reports for each block the tiers that it was in and is in (`changed`); the coordinator takes the events of
 each step (`take`). An event is about one tier of the whole cluster: a second copy causes no event, and neither does its
-loss. Reports of shards carry no token ids. Those come from a worker with its store, and TokenMemory keeps
-them until the commit arrives.
+loss. For a subscriber that starts late or has missed too much, all blocks are published again, some in each tick
+(`retell`, `tell_some`), since an index of millions is not published in one step.
 
-For a subscriber that starts late or has missed too much, all blocks are published again, some in each tick (`retell`,
-`tell_some`), since an index of millions is not published in one step.
-
-The token ids of blocks that are being stored, from the worker's prepare until the commit that publishes them.
-
-Bounded in bytes, of which each tenant may take its share (tenant_shares.py): a block costs its token ids, four bytes
-each, and BLOCK_BYTES for its names. A tenant that takes more loses its own oldest blocks, never those of others. What
-no commit asks for is forgotten after TOKENS_KEPT_NS: its store has failed, or found the blocks stored already.
+Reports of shards carry no token ids. A worker sends them when it prepares a store, and TokenMemory keeps them until the
+commit that publishes the blocks. It is bounded in bytes, of which each tenant may take its share (tenant_shares.py): a
+block costs its token ids, four bytes each, and BLOCK_BYTES for its names. A tenant that takes more loses its own oldest
+blocks, never those of others. Token ids that no commit asks for are forgotten after TOKENS_KEPT_NS: their store has
+failed, or found the blocks stored already.
 """
 
 from __future__ import annotations
@@ -193,12 +190,12 @@ class EventEmitter:
         self._tenants: dict[NamespaceId, Tenant] = {}
         self._pending: dict[NamespaceId, _Pending] = {}
         self._tokens = TokenMemory()
-        self._retelling: list[tuple[NamespaceId, Iterator[IndexedBlock]]] = []
+        self._to_republish: list[tuple[NamespaceId, Iterator[IndexedBlock]]] = []
 
     @property
     def retelling(self) -> bool:
         """Whether there are more blocks to publish again."""
-        return bool(self._retelling)
+        return bool(self._to_republish)
 
     @property
     def remembered_bytes(self) -> int:
@@ -238,18 +235,18 @@ class EventEmitter:
 
     def retell(self, blocks: Iterable[tuple[NamespaceId, Iterator[IndexedBlock]]]) -> None:
         """Starts to publish all blocks again, unless it is doing so already."""
-        if not self._retelling:
-            self._retelling = list(blocks)
+        if not self._to_republish:
+            self._to_republish = list(blocks)
 
     def tell_some(self) -> None:
-        """Publishes some of them again, each in the tiers that it is in now."""
+        """Publishes some of these blocks, each in the tiers that it is in now."""
         for _ in range(RETOLD_BLOCKS):
-            if not self._retelling:
+            if not self._to_republish:
                 return
-            space, records = self._retelling[-1]
+            space, records = self._to_republish[-1]
             record = next(records, None)
             if record is None or space not in self._streams:
-                self._retelling.pop()
+                self._to_republish.pop()
                 continue
             for tier in Tier:
                 if record.tiers & 1 << tier:

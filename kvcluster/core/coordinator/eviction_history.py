@@ -1,14 +1,13 @@
-"""The eviction history: a bounded memory of lost blocks, so that `explain` can say "evicted 40 s ago".
+"""What is remembered about evicted blocks: a bounded memory of lost blocks, and a histogram of ages.
 
-It is a table of fixed size, allocated once. A fingerprint selects the cell of a block; a later loss overwrites an
-earlier one in the same cell. A fingerprint is eight bytes of a digest of the namespace and the hash, so a hash that a
-tenant chooses is not explained by what another tenant lost. Two blocks with the same fingerprint can make an
-explanation wrong, but never a byte of KV.
+EvictionHistory lets `explain` report "evicted 40 s ago". It is a table of fixed size, allocated once. A fingerprint
+selects the cell of a block; a later loss overwrites an earlier one in the same cell. A fingerprint is eight bytes of a
+digest of the namespace and the hash, so a hash that a tenant chooses is not explained by what another tenant lost. Two
+blocks with the same fingerprint can make an explanation wrong, but never a byte of KV.
 
-A histogram of ages in fixed buckets: for how long blocks had not been used when their last copy was evicted.
-
-That age is what a cache of this size keeps for: where it falls below the time between two turns of a conversation, the
-second turn misses. An age is added in constant time, and nothing is kept of the block.
+AgeHistogram counts in fixed buckets for how long blocks had not been used when their last copy was evicted. That is how
+long a cache of this size keeps a block: if it falls below the time between two turns of a conversation, the second turn
+misses. An age is added in constant time, and nothing is kept of the block.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A policy scores (kvcluster/eviction); the queue finds the lowest score among the *leaves*. A leaf is a queued record
 that no queued record follows: so a block is never evicted before a block that follows it in the same tier of the same
-shard, whatever the policy says. When a leaf is taken, the record before it becomes a leaf at once if it has no other
+shard, whatever its score. When a leaf is taken, the record before it becomes a leaf at once if it has no other
 follower.
 
 A lookup touches hundreds of records and must not pay for order: it writes into records and notifies no queue. The queue

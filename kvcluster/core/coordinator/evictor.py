@@ -7,7 +7,7 @@ load was promised them a moment ago) and pinned ones (a user asked) are spared, 
 waits for room has less than its floor and the holder has more. Blocks that open sequences claim
 (block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
 room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. The last copy of a block
-that others follow on other shards or tiers goes only if nothing else can: without it no lookup reaches them
+that others follow on other shards or tiers is evicted only if nothing else can be: without it no lookup reaches them
 (report_handler.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py).
 """
 
@@ -27,7 +27,7 @@ from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import EvictOrder, Tier
 
 FOLLOWERS = 16
-"""Followers of one block that are looked at. Of more, one is taken to lie elsewhere."""
+"""The most followers of one block that are examined. If it has more, one of them is assumed to lie elsewhere."""
 
 BATCH = 64
 """Victims taken from the queue at a time, until their bytes suffice."""
@@ -53,11 +53,11 @@ class Evictor:
         others = {tenant: nbytes for tenant, nbytes in pressing.items() if tenant not in lacking}
         floors = self._floors(member, tier, pressing, own=others)
         victims = self.victims(member, tier, pressure_bytes, now, keeps, floors)
-        if not victims:  # all that can go here is followed elsewhere: what follows is evicted first from now on
+        if not victims:  # blocks elsewhere follow all that may be evicted: those become orphans
             victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
         if not victims and lacking:
             victims = self.victims_for_floors(member, tier, pressure_bytes, pressing, now, self.claimed)
-        if not victims and lacking:  # what they lack takes what they have
+        if not victims and lacking:  # tenants below their floors give up blocks of their own
             floors = self._floors(member, tier, pressing, own=pressing)
             victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
         blocks = tuple((record.space, record.hash) for record in victims)
@@ -187,14 +187,14 @@ class Evictor:
         return pressure_bytes
 
     def _spares(self, record: BlockRecord, now: int, despite_holds: bool) -> bool:
-        """Whether the block is pinned, or held. Then the chain before it is too, or is useless without it."""
+        """Whether the block is pinned, or held. Then the chain before it is spared too, or is useless without it."""
         space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return space.pinned.until(record.hash) > now or (record.held_until > now and not despite_holds)
 
     def _leads_on(self, record: BlockRecord, here: tuple[int, Tier]) -> bool:
-        """Whether a lookup may go on from this leaf of the queue of `here`, and could not without its copy there. Only
-        what lies elsewhere follows a leaf: followers that are here alone are being evicted."""
+        """Whether blocks elsewhere follow this leaf of the queue of `here`, and a lookup reaches them only by its copy
+        there. Followers that lie `here` alone do not count: they are being evicted."""
         if record.followers is None or record.stamp < 0:
             return False
         elsewhere = {copy[1:3] for copy in record.copies.entries if (copy.slot, copy.tier) != here}

@@ -7,7 +7,8 @@ reference (replica_sets.py). A lookup writes three integers into each record tha
 The lookup rule: boundary b (the first b blocks) is restorable if every group of the need has the blocks before b that
 its reuse rule asks for: all of them, those in the window, or the last. The answer is the longest such b.
 
-The recorded blocks that directly follow a block: none, one or many. Most have one, and then it is one reference.
+The *followers* of a block are the recorded blocks that directly follow it: none, one or many. Most blocks have one,
+which is stored as a single reference.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def without_follower(followers: Followers, block: BlockHash) -> Followers:
 
 
 def each_follower(followers: Followers) -> Iterable[BlockHash]:
-    """Returns the followers, in the order in which they came."""
+    """Returns the followers, in the order in which they were added."""
     if isinstance(followers, dict):
         return followers
     return () if followers is None else (followers,)
@@ -113,7 +114,7 @@ class PrefixIndex:
         orphans: deque[tuple[NamespaceId, BlockHash]] | None = None,
     ) -> None:
         """`counts_uses`: whether `touch` counts how often a block is used, for eviction policies that look at it.
-        `orphans` gets the blocks that follow one which is removed or has come back."""
+        `orphans` gets the blocks that follow one which was removed or is recorded again."""
         self._counts_uses = counts_uses
         self._orphans = orphans
         self._awaiting: dict[BlockHash, Followers] = {}  # by the block that is missing: those that follow it
@@ -219,11 +220,11 @@ class PrefixIndex:
                 if some is not None and some.stamp < 0 <= record.stamp:
                     record.stamp -= COLD  # the middle of a chain that is known to be broken
             self._unsettled(record.followers)
-            self._tell(record, 0)
+            self._emit_change(record, 0)
             return record
         before = record.copies
         record.copies = self._book.add(before, copy)
-        self._tell(record, before.tiers)
+        self._emit_change(record, before.tiers)
         return None if before.on(slot, event.tier) else record
 
     def remove(self, block: BlockHash, slot: int, group: int, part: Part, tier: Tier) -> bool:
@@ -233,14 +234,14 @@ class PrefixIndex:
             return False
         before = record.copies.tiers
         record.copies = self._book.remove(record.copies, slot, group, part, tier)
-        self._tell(record, before)
+        self._emit_change(record, before)
         return self._drop_if_bare(record)
 
     def sweep(self, record: BlockRecord) -> bool:
         """Removes copies on dead shards from a record. Returns True if its block is removed with them."""
         before = record.copies.tiers
         record.copies = self._book.remaining(record.copies)
-        self._tell(record, before)
+        self._emit_change(record, before)
         return self._drop_if_bare(record)
 
     def clear(self) -> dict[BlockHash, BlockRecord]:
@@ -250,7 +251,7 @@ class PrefixIndex:
             self._emitter.cleared(self._space)
         return records
 
-    def _tell(self, record: BlockRecord, before: int) -> None:
+    def _emit_change(self, record: BlockRecord, before: int) -> None:
         if self._emitter is not None and record.copies.tiers != before:
             self._emitter.changed(self._space, record, before)
 
@@ -271,7 +272,8 @@ class PrefixIndex:
         return True
 
     def _unsettled(self, followers: Followers) -> None:
-        """Has these looked at: the block before them was removed, or has come back."""
+        """Queues these blocks for Orphans (report_handler.py): the block before them was removed, or is recorded
+        again."""
         if self._orphans is not None:
             self._orphans.extend((self._space, block) for block in each_follower(followers))
 

@@ -1,7 +1,7 @@
 """The shards that a coordinator knows, each in its present incarnation.
 
 A member is *joining* until its inventory is complete: the blocks that it has reported so far may be loaded, but nothing
-new is placed on it. It is *up* until the coordinator has heard nothing from it for the membership term; then it is
+new is placed on it. It is *up* until the coordinator has received nothing from it for the membership term; then it is
 *lost*, and its slot is killed (replica_sets.py). One that is *draining* is up, but nothing new is placed on it; once it
 has been dismissed, every further message of that incarnation is answered with `leave`. So is a report of an older
 incarnation. One that is *stopping* saves its pages and ends soon: nothing new is placed on it, and it gets no orders.
@@ -93,7 +93,7 @@ class Membership:
         self.lost: dict[ShardId, ShardInfo] = {}
         self._restarts: dict[ShardId, tuple[int, int]] = {}  # how often, and the time of the last one
         self._dismissed: dict[ShardId, Epoch] = {}
-        self.leaving: dict[ShardId, str] = {}  # addresses of those whose nodes are to be taken down, until it is heard
+        self.leaving: dict[ShardId, str] = {}  # addresses of those whose nodes end, until the reconciler has read them
 
     def __len__(self) -> int:
         return len(self._members)
@@ -132,7 +132,7 @@ class Membership:
 
     def note_restart(self, info: ShardInfo, before: Member | None, now: int) -> bool:
         """Counts a restart if this shard, which is about to be admitted, had an earlier incarnation, `before` or one
-        that was lost, and returns whether it had. A shard that was drained and comes back has not restarted."""
+        that was lost, and returns whether it had. A shard that was drained and returns has not restarted."""
         known = before.info if before is not None else self.lost.get(info.shard)
         restarted = known is not None and known.epoch < info.epoch
         if restarted:

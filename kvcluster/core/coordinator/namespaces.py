@@ -84,7 +84,7 @@ class CoordinatorNamespace:
 
 
 class NamespaceTable:
-    """Namespaces by id. `emitter` is told of each namespace and of changes to its blocks."""
+    """Namespaces by id. `emitter` is notified of each namespace and of changes to its blocks."""
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 A set of copies (replica_sets.py) is evaluated once for each need, so blocks with equal placement cost nothing more.
 Blocks that are all placed differently, in many pieces, could cost a step of the coordinator seconds. Therefore one call
 may spend limits.COVER_WORK, and one answer names at most limits.PAGES_PER_CALL sources; the blocks beyond are a miss
-that says so. Results are kept, so that the next call gets further.
+whose text states this. Results are kept, so that the next call gets further.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcluster.core.miss import Miss, MissReason
 class NeedPlanner:
     """Plans one need for the blocks of one call, each given by its set of copies.
 
-    Blocks beyond the limits on work and on sources are a miss that says so.
+    Blocks beyond the limits on work and on sources are a miss whose text states this.
     """
 
     def __init__(self, book: ReplicaTable, need: Need, *, youngest: bool = False) -> None:

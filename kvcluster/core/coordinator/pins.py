@@ -1,8 +1,8 @@
 """What users have pinned: which blocks, until when, and for how many bytes each tenant is charged.
 
-A block is charged with the bytes that its copies would have unencoded, when it was pinned the last time; whatever
-becomes of it, the tenant is given back what it was charged. So a pin looks at its own blocks alone. Pins that have
-ended protect nothing. They are forgotten in slices, and charged until then.
+A block is charged with the bytes that its copies would have unencoded, when it was last pinned; when the pin ends, the
+same charge is removed, whatever became of the block. So a pin looks at its own blocks alone. Pins that have ended
+protect nothing. They are forgotten in slices, and charged until then.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class PinTable:
         return sum(len(some) for end, some in self.ending.items() if end > now) - sum(map(len, self._purged))
 
     def purge(self, blocks: PinnedBlocks) -> None:
-        """Forgets, with those that have ended, the pins of a namespace whose blocks are purged."""
+        """Ends the pins of a namespace whose blocks are purged. `forget_ended` forgets them, in slices."""
         if blocks:
             self._purged.append(blocks)
 
     def forget_ended(self, now: int, most: int) -> None:
-        """Forgets the pins that have ended, `most` at most."""
+        """Forgets at most `most` pins that have ended."""
         while self._purged and most:
             most -= self._purged[-1].discard_some(most)
             if not self._purged[-1]:
@@ -50,7 +50,7 @@ class PinTable:
         self._next_end = min(self.ending, default=now + 1)
 
     def check(self) -> None:
-        """Asserts that what is charged, and when it ends, is what the pins say."""
+        """Asserts that the charges, and the table of ends, agree with the pins."""
         every = dict.fromkeys(blocks for some in self.ending.values() for blocks, _ in some)
         assert all(self.ending.values()), "an end without pins"
         for end, some in self.ending.items():
@@ -84,7 +84,7 @@ class PinnedBlocks:
         self._pins: dict[BlockHash, tuple[int, int]] = {}  # the end, and the bytes charged
 
     def __len__(self) -> int:
-        """The number of blocks, of pins that have ended too."""
+        """The number of blocks, including those whose pins have ended."""
         return len(self._pins)
 
     def __iter__(self) -> Iterator[BlockHash]:
@@ -124,7 +124,7 @@ class PinnedBlocks:
         return True
 
     def discard_some(self, most: int) -> int:
-        """Ends so many pins at most, and returns their number."""
+        """Ends at most `most` pins, and returns their number."""
         some = list(islice(reversed(self._pins), most))
         return sum(map(self.discard, some))
 

@@ -119,7 +119,7 @@ class PrepareHandler:
         place_run = state.members.place
         member = partial(place_run, tenant=space.tenant, host=m.host, page_bytes=page_bytes, purged=space.purged)
         placed = cache(_placed)  # so that blocks with one fate share one object, which is quick to compare
-        place = cache(lambda run: placed(member(run) or self._why_nowhere(space)))
+        place = cache(lambda run: placed(member(run) or self._why_not_placed(space)))
         writes: list[BlockHash] = []
         fates = [self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes))]
         runs = [StoreRun(len(list(alike)), *fate) for fate, alike in groupby(fates)]
@@ -178,7 +178,7 @@ class PrepareHandler:
         return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
 
     def _count_lookup(self, space: CoordinatorNamespace, m: PrepareLoad, hit: int, miss: Miss | None) -> None:
-        """Counts a lookup of which the first `hit` blocks were found, and `miss` says why not one more."""
+        """Counts a lookup that found the first `hit` blocks. `miss`: why not one more."""
         state, tokens, asked = self._state, space.spec.block_tokens, len(m.hashes)
         for name, amount in (("loads", 1), ("asked_blocks", asked), ("hit_blocks", hit)):
             state.count(space.tenant, name, amount)
@@ -230,7 +230,7 @@ class PrepareHandler:
             writes.append(block)
         return fate
 
-    def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
+    def _why_not_placed(self, space: CoordinatorNamespace) -> Miss:
         """Returns the reason why no shard can take a block."""
         late = any(member.takes(space.tenant) and member.purged < space.purged for member in self._state.members.all())
         return PURGING if late else _NO_ROOM
@@ -274,7 +274,7 @@ def _is_pending(miss: Miss) -> bool:
 
 
 def _placed(where: Member | Miss) -> _Fate:
-    """Returns the decision for a block whose run belongs there."""
+    """Returns the decision for a block whose run is placed on that shard, or, with a Miss, on none."""
     if isinstance(where, Miss):
         return Decision.REFUSED, None, where
     return Decision.WRITE, where.address, None

@@ -50,7 +50,7 @@ class PullPlanner:
         self._low = low_free
 
     def staying(self, record: BlockRecord) -> Staying:
-        """Returns the slots that hold each page of the block, without shards that are gone or draining."""
+        """Returns the slots that hold each page of the block, without shards that are lost or draining."""
         staying: Staying = {}
         for copy in record.copies.entries:
             if self._book.stays(copy.slot):
@@ -88,8 +88,8 @@ class PullPlanner:
         return MissingPages(PullKind(self._book.address(source[0]), *source[1:]), list(pages.values()))
 
     def _into(self, target: Member, record: BlockRecord, copy: Replica) -> Tier:
-        """Returns the tier of the target for a copy: that which it lies in, or the next that a shard pulls into, since
-        only its own moves write to its GPU and its disk. What finds no room in RAM comes into the tier below."""
+        """Returns the tier of the target for a copy: the one that the copy lies in, or the next that a shard pulls
+        into, since only a shard's own moves write to its GPU and its disk. If RAM has no room, it is the tier below."""
         into = min(max(copy.tier, INGEST), STAGING)
         if not target.info.use(into).capacity_bytes:
             return INGEST

@@ -1,7 +1,7 @@
-"""Removes from the index what is gone at once and takes long to remove: the copies of lost shards, purged blocks.
+"""Cleans up the index, some records in each step (docs/adr/0034): removes the copies of lost shards, and remembers
+purged blocks as evicted.
 
-From its loss on no answer names the slot of a shard, so its records can be cleaned in later steps, a bounded number in
-each (docs/adr/0034).
+Once a shard is lost, no answer names its slot, so its records can be cleaned up in later steps.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RecordSweeper:
         return len(before.entries)
 
     def _note_purged(self, now: int) -> None:
-        """Remembers some of the purged blocks as evicted, so that `explain` can say so."""
+        """Remembers some of the purged blocks as evicted, so that `explain` can report it."""
         state = self._state
         for _ in range(SWEEP_BLOCKS):
             while self._purged and not self._purged[-1]:

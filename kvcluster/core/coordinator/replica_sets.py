@@ -48,7 +48,7 @@ class Replica(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a set of copies can do for a need: sources by group, and why a group that has none has none."""
+    """What a set of copies can do for a need: the sources of each group, or the reason why it has none."""
 
     plan: Plan
     complete: bool
@@ -261,7 +261,7 @@ class ReplicaTable:
         chosen = self._tile(part, [c for c in touching if c.loss <= accept and c.slot in usable])
         if chosen is None:
             return None, self._why_not(group, part, accept, touching, usable)
-        # Clients of before the GPU tier do not know it; they get a raw copy, as from RAM.
+        # Clients older than the GPU tier do not know it; they get a raw copy, as from RAM.
         return tuple(Source(group, c.part, usable[c.slot], max(c.tier, INGEST), c.loss) for c in chosen), None
 
     def _tile(self, part: Part, candidates: list[Replica]) -> list[Replica] | None:

@@ -4,8 +4,8 @@ A *replica request* asks for a block to have so many copies, each on a different
 are made for hot runs, for pinned blocks, for blocks that a lost shard has left with fewer copies than before, and for
 every block that only a draining shard holds, the last used first. A shard that reports, has room above its watermark
 and no pull in progress is given the next requests that it can fulfil: pages of one namespace from one source. Its
-report stream says which pages arrived; the rest are requested again, a few times. Nothing is evicted for a copy, and no
-copy is moved: a source drops its own when it is ordered to, or leaves.
+report stream shows which pages arrived; the rest are requested again, a few times. Nothing is evicted for a copy, and
+no copy is moved: a source drops its own when it is ordered to, or leaves.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvcluster.core.messages import NewPage, PullOrder, Tombstone
 
 MS = 1_000_000
 TRIES = 3
-"""Number of orders that a request goes into: a source whose pages are corrupt, or a target that fills up, must not
-cause retries for ever."""
+"""The most orders that a request goes into: a source whose pages are corrupt, or a target that fills up, must not cause
+retries for ever."""
 
 RETRY_NS = 250 * MS
 """A request that went into an order waits this long before the next. A target whose free room is fragmented reports at
@@ -159,9 +159,9 @@ class Replicator:
         for name, request in self._under_way.pop(member.slot, {}).items():
             record = self._record(name)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
-            if record is not None and alive and _came(record, member.slot, ordered.get(record.hash, ())):
+            if record is not None and alive and _has_pulled(record, member.slot, ordered.get(record.hash, ())):
                 copies = self._planner.fewest(record, self._planner.staying(record))
-                if copies > request.most:  # a further copy resets the tries; one that comes and goes does not
+                if copies > request.most:  # a further copy resets the tries; one that replaces a lost one does not
                     request.most, request.tries, request.not_before = copies, TRIES, 0
                 for slot in going:
                     self._placed[slot][name] = None
@@ -173,7 +173,7 @@ class Replicator:
             (self._draining[going[0]] if going else self._requests).setdefault(name, request)
 
     def forget(self, member: Member) -> None:
-        """Forgets a shard that is gone."""
+        """Forgets a removed shard."""
         for by_slot in (self._draining, self._listing, self._placed, self._stuck):
             by_slot.pop(member.slot, None)
 
@@ -187,8 +187,8 @@ class Replicator:
                 self.settle(member, pull)
 
     def repair(self, space: CoordinatorNamespace, record: BlockRecord, before: ReplicaSet, slot: int) -> None:
-        """Handles the loss of what the block had on that shard: lost pages that other shards hold too are to have as
-        many copies as before."""
+        """Handles the loss of the block's pages on that shard: those that other shards still hold are to have as many
+        copies as before."""
         held = [(copy.group, copy.part) for copy in before.of(slot)]
         lost = [page for page in held if not record.copies.holds(slot, *page)]
         left = Counter(_pages(record))
@@ -334,7 +334,7 @@ def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[
     return [(group, part) for _, group, part in entries]
 
 
-def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
+def _has_pulled(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
     """Whether that shard holds all pages of this block that it was ordered to pull."""
     return all(record.copies.holds(slot, page.key.group, page.key.part) for page in ordered)
 
@@ -344,14 +344,13 @@ LISTED_BLOCKS = 4_096
 
 
 class DrainList:
-    """The list for the shard in that slot. `blocks` are the blocks of each namespace, as they are now.
-
-    The blocks of a draining shard, in the order in which they are to be copied elsewhere: the last used first, and
-    chains from their roots on, so that the blocks that do not fit any more are those that would be missed least.
+    """The blocks of the draining shard in that slot, in the order in which they are to be copied elsewhere: the last
+    used first, and chains from their roots on, so that the blocks that do not fit any more are those that would be
+    missed least. `blocks`: those of each namespace, as they are now.
 
     An index of millions is neither searched nor sorted in one step. First all its blocks are examined, some in each
-    step, and those on the shard are put on a heap; then they are taken off it, some in each step. Blocks that the
-    shard stores meanwhile come from its report stream, and blocks that it has lost meanwhile are left out.
+    step, and those on the shard are put on a heap; then they are taken off it, some in each step. Blocks that the shard
+    stores meanwhile are added from its report stream, and blocks that it has lost meanwhile are left out.
     """
 
     def __init__(self, slot: int, blocks: Iterable[Iterable[BlockRecord]]) -> None:

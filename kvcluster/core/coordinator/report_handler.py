@@ -1,15 +1,15 @@
-"""Handles the reports and inventories of shards: updates the index from them, and answers with orders.
+"""Handles the reports and inventories of shards: updates the index from them, and answers with orders. No message of a
+worker is handled here.
 
 A shard is a member from its first message on, and its copies count as soon as it reports them. Its slot
 (replica_sets.py) dies when the incarnation is replaced, falls silent or sends a new inventory (record_sweeper.py).
-No message of a worker is handled here.
 
-Orphans: blocks that follow a block which is no longer recorded on any shard. No lookup reaches them.
-
-They are evicted first on every shard: their stamps are moved below all others, so that every policy finds them cold.
-When a block leaves the index, those that directly follow it are noted; here they are made cold, and those behind them
-noted in turn, a bounded number at a time. If it comes back, they become as warm as they were, as does a block that a
-load or a store touches. What was reported before the block that it follows is no orphan: that block is on its way.
+*Orphans* are blocks that follow a block which is no longer recorded on any shard. No lookup reaches them, so they are
+evicted first on every shard: their stamps are moved below all others, so that every policy finds them cold. When a
+block leaves the index, those that directly follow it are noted; `Orphans` makes them cold, and notes those behind them
+in turn, a bounded number at a time. If the block is recorded again, they become as warm as they were, as does a block
+that a load or a store touches. A block that was reported before the one that it follows is no orphan: that one is
+expected.
 """
 
 from __future__ import annotations
@@ -53,14 +53,15 @@ from kvcluster.core.tiers import STAGING
 
 
 class Orphans:
-    """The blocks that are still to be looked at, because the one before them was removed or has come back."""
+    """The blocks that are still to be examined, because the one before them was removed or is recorded again."""
 
     def __init__(self, namespaces: NamespaceTable, members: Membership) -> None:
         self._namespaces = namespaces
         self._members = members
 
     def settle(self) -> None:
-        """Looks at up to limits.ORPHANS_PER_STEP blocks: makes orphans cold, and those warm that are none any more."""
+        """Examines up to limits.ORPHANS_PER_STEP blocks: makes orphans cold, and those that no longer are orphans
+        warm."""
         waiting = self._namespaces.orphans
         for _ in range(limits.ORPHANS_PER_STEP):
             if not waiting:
@@ -119,7 +120,7 @@ class ReportHandler:
 
     def report(self, request: Request[Report], now: int) -> list[Effect]:
         m = request.question
-        member, effects = self._hear(request, now)
+        member, effects = self._identify_sender(request, now)
         if member is None:
             return effects
         fresh = member.cursor.news(m.first, m.events)
@@ -154,7 +155,7 @@ class ReportHandler:
                 again = known is not None and known.info.epoch == m.info.epoch
                 self.forget(known, lost=not again)
                 self._admit(m, now, known)
-        member, effects = self._hear(request, now)
+        member, effects = self._identify_sender(request, now)
         if member is None:
             return effects
         effects += self._learn(m.tombstones, now)
@@ -169,7 +170,7 @@ class ReportHandler:
         return [*effects, Answer(request.call, self._ack(member, now))]
 
     def forget(self, member: Member | None, *, lost: bool = True) -> None:
-        """Removes a shard incarnation that is gone or, if not `lost`, that is drained or sends its inventory again. No
+        """Removes a shard incarnation that is lost or, if not `lost`, that is drained or sends its inventory again. No
         answer names its slot from now on; its records are swept in later steps."""
         if member is not None:
             self._state.members.drop(member.info.shard)
@@ -189,7 +190,7 @@ class ReportHandler:
 
     # ------------------------------------------------------------------------------------- the sender
 
-    def _hear(self, request: Request[Report | Inventory], now: int) -> tuple[Member | None, list[Effect]]:
+    def _identify_sender(self, request: Request[Report | Inventory], now: int) -> tuple[Member | None, list[Effect]]:
         """Returns the member that sent the message; or None and the answer, if the sender is not (or no longer) a
         member."""
         state, m = self._state, request.question
@@ -251,7 +252,7 @@ class ReportHandler:
             return  # its tenant exceeds the limit of namespaces: the pages are never served and age out with the shard
         key = event.key
         if isinstance(event, GoneEvent):
-            self._gone(event, member, now)
+            self._remove_page(event, member, now)
             return
         if member.purged < space.purged:
             return  # the page was stored before a purge that the shard has not carried out yet
@@ -274,19 +275,19 @@ class ReportHandler:
         if member.draining:
             self._replicator.committed(known, member)
 
-    def _gone(self, event: GoneEvent, member: Member, now: int) -> None:
+    def _remove_page(self, event: GoneEvent, member: Member, now: int) -> None:
         state, key = self._state, event.key
         space = state.namespaces.known(event.namespace)
         assert space is not None
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)
         before = record.copies if record is not None else state.book.none
-        gone = space.index.remove(key.hash, member.slot, key.group, key.part, event.tier)
+        removed = space.index.remove(key.hash, member.slot, key.group, key.part, event.tier)
         if record is not None:
             state.members.charge(space, before, record.copies, [(key.group, key.part)])
         if record is not None and not record.copies.on(member.slot, event.tier):
             member.cold[event.tier].remove(record)
-        if gone:
+        if removed:
             if not event.corrupt and not space.spec.private and record is not None:
                 state.eviction_ages[event.tier].add(max(0, now - last_used(record)))
             state.evicted.add(
@@ -348,7 +349,7 @@ class ReportHandler:
 
     def _learn(self, tombstones: tuple[Tombstone, ...], now: int) -> list[Effect]:
         """Learns tombstones that a shard has carried out and this coordinator does not know, having lost its own.
-        Numbers again those that the shard would pass over, so that it carries them out too."""
+        Gives new numbers to those that the shard would skip, so that it carries them out too."""
         state = self._state
         new = state.tombstones.learn(tombstones)
         renewed = state.tombstones.renew(tombstones, state.epoch)

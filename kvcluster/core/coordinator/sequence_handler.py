@@ -1,9 +1,9 @@
-"""Keeps the block tables of open sequences as their workers say, under a lease for each holder.
+"""Keeps the block tables of open sequences as their workers send them, under a lease for each holder.
 
 A worker numbers its messages (messages/sequences_and_spans.py). The last answer is kept with the lease if it is short,
 so a repeated message, whose reply was lost, changes nothing; a repeat of one with a long answer is treated as a gap. A
-lower number is that of a repeat that was delayed: it is refused. After a gap in the numbers the coordinator has missed
-something: it drops what it knew of the holder and asks for all tables again; until they can have come, what they
+message with a lower number is a delayed repeat: it is refused. After a gap in the numbers the coordinator has missed a
+message: it drops what it knew of the holder and asks for all tables again; until they can have arrived, what they
 claimed stays. The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their
 request: another tenant's message with the same holder id neither sees nor changes them.
 

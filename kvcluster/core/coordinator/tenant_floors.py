@@ -1,9 +1,9 @@
 """Floors: how much of each tenant's cache one tier of one shard keeps, whatever other tenants store.
 
 Where there are several tenants, a part of the tier's bytes (`coordinator.tenant_floor`) is divided evenly among those
-that have blocks there. What a tenant has beyond its floor is anyone's to evict, by the policy's order. What it has
-below is evicted only for its own waiting reservations. The floors are less than the whole tier together, so while there
-are blocks and no room, some tenant has more than its floor.
+that have blocks there. What a tenant has beyond its floor may be evicted for any tenant, in the policy's order. What it
+has below its floor is evicted only for its own waiting reservations. All floors together are less than the tier, so
+while there are blocks and no room, some tenant has more than its floor.
 
 A page on several shards counts once, on the shard that joined first: the others are replicas that the policy made. They
 are charged to no tenant, and are evicted first.

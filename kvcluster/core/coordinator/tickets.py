@@ -1,23 +1,20 @@
 """Tickets: what the coordinator has promised, to which attempt, until when.
 
-A load ticket is a hold: its blocks are spared from eviction. A store ticket names the pages that only this attempt
-may write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and
-both are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is
-kept with its ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store
-pending.
+A load ticket is a hold: its blocks are spared from eviction. A store ticket names the pages that only this attempt may
+write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and both
+are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is kept with its
+ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store pending.
 
-Holds: the blocks that running load tickets keep from eviction, and the bytes of each tenant among them.
+HeldBlocks has the blocks that running load tickets keep from eviction, and the bytes of each tenant among them. A block
+that several tickets of a tenant hold counts once, in raw bytes, as long as one of them runs. A tenant may hold its
+share of all addressable bytes (tenant_shares.py): of a chain that takes more, the first blocks are held and the others
+are not. Those are loaded like any other if they are still there when they are read. A tenant without others has no
+bound.
 
-A block that several tickets of a tenant hold counts once, in raw bytes, as long as one of them runs. A tenant may hold
-its share of all addressable bytes (tenant_shares.py): of a chain that takes more, the first blocks are held and the
-others are not. Those are loaded like any other if they are still there when their reader comes. A tenant without others
-has no bound.
-
-Which attempt may write which page, by the store tickets that run.
-
-A ticket gives one attempt the same parts of many blocks. So a block of one writer has an entry that all blocks of its
-store share until one of its pages has been written, and costs no more than its place in a dict. A block of several
-writers, such as the ranks of a model, has a dict of its own: however many they are, each call looks once.
+PageWriters has the attempt that may write each page, by the store tickets that run. A ticket gives one attempt the same
+parts of many blocks. So a block of one writer has an entry that all blocks of its store share until one of its pages
+has been written, and costs no more than its place in a dict. A block of several writers, such as the ranks of a model,
+has a dict of its own, so that each call makes one lookup, however many they are.
 """
 
 from __future__ import annotations
@@ -139,7 +136,7 @@ class PageWriters:
         self._spaces: dict[NamespaceId, dict[BlockHash, _Entry]] = {}  # none without a block
 
     def begin(self, space: NamespaceId, blocks: Sequence[BlockHash], places: Sequence[Place], attempt: Attempt) -> None:
-        """Gives an attempt these parts of these blocks. It takes them over from the attempts that had them."""
+        """Gives an attempt these parts of these blocks, in place of the attempts that had them before."""
         if not blocks or not places:
             return
         writer = _Writer(attempt, places)
@@ -203,7 +200,7 @@ class PageWriters:
 
 
 TicketName = tuple[Tenant, Attempt]
-"""Attempts are drawn by workers, so one of a tenant names no ticket of another."""
+"""Workers choose the attempts. With the tenant in the name, an attempt of one tenant names no ticket of another."""
 
 
 @dataclass(slots=True)

@@ -1,13 +1,13 @@
 """Tiering: turns watermarks into demotions, and heat into promotions.
 
 A shard that has lower tiers is relieved by demotion: the coldest blocks of each tier go into the next one, encoded as
-the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor.py). Blocks of open sequences are
-demoted too, if there is room below: they are never evicted. Where one of them stays although there seemed to be room,
-none that needs as much is ordered there until that room changes. The first blocks of a sequence, which every later
-token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are often loaded from
-below INGEST are promoted there as far as there is room above the watermark. Nothing is demoted in advance to make room
-for them; once they are there, the watermark demotes the coldest blocks. What readers on the device of a shard's pool
-have read in INGEST is promoted to the pool, where it takes the place of what no load was promised for a window.
+the policy requires or unchanged (tiers.Takes); only its lowest tier evicts (evictor.py). Blocks of open sequences are
+demoted too, if there is room below: they are never evicted. If one of them stays although there seemed to be room
+below, no block that needs as much is ordered there until that room changes. The first blocks of a sequence, which every
+later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are often loaded
+from below INGEST are promoted there as far as there is room above the watermark. Nothing is demoted in advance to make
+room for them; once they are there, the watermark demotes the coldest blocks. Blocks that readers on the device of a
+shard's pool have read in INGEST are promoted to the pool, in place of blocks that no load was promised for a window.
 
 A shard has one order at a time; the next is computed when the shard has carried it out.
 
@@ -106,7 +106,7 @@ class Tiering:
             hot[space, block] = None
 
     def sampled(self, samples: Sequence[tuple[NamespaceId, int]]) -> list[Effect]:
-        """Takes samples of what pages of these namespaces lose by q4, in millionths. Returns a warning for each
+        """Records samples of what pages of these namespaces lose by q4, in millionths. Returns a warning for each
         namespace that exceeds the budget."""
         effects: list[Effect] = []
         for space, error in samples:
@@ -176,8 +176,8 @@ class Tiering:
         return waited
 
     def promote(self, member: Member, now: int) -> None:
-        """Orders promotions of hot blocks: of what lies in INGEST to the shard's fastest tier, and of what lies below
-        to INGEST, where every reader reads it in place. As far as there is room, or `_idle` blocks make some."""
+        """Orders promotions of hot blocks, as far as there is room or `_idle` blocks make some: from INGEST to the
+        shard's fastest tier, and from below to INGEST, where every reader reads them in place."""
         fastest, moves = member.info.fastest, list[Move]()
         hot: dict[Tier, dict[Move, int]] = {INGEST: {}, fastest: {}}
         for space_id, block in self._take_hot(member):
@@ -246,13 +246,13 @@ class Tiering:
                     self._stays(member, record, leaves, move.to)
 
     def forget(self, member: Member) -> None:
-        """Forgets a shard that is gone."""
+        """Forgets a removed shard."""
         for memory in (self._hot, self._ordered, self._futile):
             memory.pop(member.slot, None)
 
     def _stays(self, member: Member, record: BlockRecord, leaves: Tier, to: Tier) -> None:
-        """Records that a claimed block has stayed in the tier that it was to leave. The shard says so at once, and the
-        next order would name others of the same kind, in turns, without an end."""
+        """Records that a claimed block has stayed in the tier that it was to leave. The shard reports it at once;
+        without this record the next orders would name such blocks in turns, without end."""
         room, nbytes = _Room.of(member.info.use(to)), self._bytes_below(record, member.slot, leaves, to)
         futile = self._futile.setdefault(member.slot, {})
         known = futile.get(to)
@@ -267,9 +267,9 @@ class Tiering:
         return Move(record.space, record.hash, to, self._codec_of(record), keeps)
 
     def _room_below(self, member: Member, tier: Tier, to: Tier) -> Callable[[BlockRecord], bool]:
-        """Returns a test of the next victim: whether it is claimed, and the tier below has no room for it after the
-        claimed ones before it, or one that needs no more has stayed, and the room is the same since. Such a block
-        stays."""
+        """Returns a test of the next victim, which is true if the block is claimed and has to stay: the tier below has
+        no room for it after the claimed blocks before it, or a block that needs no more has stayed and the room has not
+        changed since."""
         use, futile = member.info.use(to), self._futile.get(member.slot, {}).get(to)
         room = use.free_bytes
         least = futile.nbytes if futile is not None and futile.room == _Room.of(use) else room + 1

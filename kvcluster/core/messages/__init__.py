@@ -1,9 +1,9 @@
 """Every message that goes into a core `step`, and every effect that comes out of one.
 
 A question reaches a core in a `Request` (common.py), which names the caller's tenant and the namespace; the core
-answers it with `Answer(call, reply)`, at once or in a later step. Messages of the driver itself (Tick, Moved) come
-without a Request. Questions arrive from outside only through wire/, which has validated their shapes and bounds; the
-core asserts, and decides.
+answers it with `Answer(call, reply)`, at once or in a later step. Messages of the driver itself (Tick, Moved) have no
+Request. Questions arrive from outside only through wire/, which has validated their shapes and bounds; the core
+asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, GetPins, Purge, Drain, SetPolicy,

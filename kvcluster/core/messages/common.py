@@ -1,10 +1,10 @@
-"""Shared by several conversations: needs, sources, plans, shard addresses, and the two answers to any question.
+"""What several conversations share: needs, sources, plans, shard addresses, the two answers to any question, and the
+envelope in which a question reaches a core.
 
-The envelope in which a question reaches a core: the call, the caller's tenant, the namespace, and the question.
-
-A client knows its question and, if that is about one namespace, the namespace. The driver adds the call, and the server
-the tenant. So a question (the payload) has none of the three, and a client need not fill in a value without a meaning.
-A core finds the namespace of any question in the same place (docs/adr/0041).
+The envelope (Request) has the call, the caller's tenant, the namespace, and the question. A client knows its question
+and, if that is about one namespace, the namespace. The driver adds the call, and the server the tenant. So a question
+(the payload) has none of the three, and a client need not fill in a value without a meaning. A core finds the namespace
+of any question in the same place (docs/adr/0041).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RefusedKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The question cannot be answered as asked; `kind` tells a client what to do (see RefusedKind)."""
+    """The question cannot be answered as asked; `kind` determines what a client does next (see RefusedKind)."""
 
     kind: RefusedKind
     detail: str

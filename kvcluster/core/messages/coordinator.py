@@ -1,8 +1,6 @@
 """Questions of workers to the coordinator, and its answers. The envelope (common.py) names the caller's tenant and the
-namespace.
-
-Engines that use the cache: what they report about themselves, and the weights that an operator sets for them.
-"""
+namespace. The last questions are about the engines that use the cache: what they report about themselves, and the
+weights that an operator sets for them."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class PrepareLoad:
     A lookup is counted when it is answered, once. While the asker waits for blocks that others store, it repeats its
     question with `awaited`: an answer with fewer blocks than that, or with the next one being written, promises nothing
     and is not counted, because the asker asks again. `awaited` is None in a last or only question. `again` is for the
-    load of what an earlier lookup has found: that one was counted.
+    load of what an earlier lookup has found, which was counted already.
     """
 
     attempt: Attempt
@@ -61,7 +59,7 @@ class PrepareLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadGrant:
-    """The first `blocks` blocks can be restored, by `runs`. `miss` says why not one more; None at the end of the chain.
+    """The first `blocks` blocks can be restored, by `runs`. `miss`: why not one more; None at the end of the chain.
 
     Runs cover blocks 0 to `blocks`; each group's reuse rule determines which groups of a block are to be read.
     `hold_ns` is the time for which the blocks are spared from eviction, 0 without a hold.
@@ -237,7 +235,7 @@ class PinnedRun:
 
 @dataclass(frozen=True, slots=True)
 class PinList:
-    """The pinned blocks among the next limits.BLOCKS_PER_CALL that were looked at. `next`: what the next question is to
+    """The pinned blocks among the next limits.BLOCKS_PER_CALL that were examined. `next`: what the next question is to
     skip; 0 if this was the last. `more`: the number of blocks that are left. What is pinned or unpinned between two
     questions may be missing, or listed twice."""
 
@@ -308,9 +306,9 @@ class Status:
     """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` has the settings
     that SetPolicy takes; `fallen` has the namespaces that q4 is too lossy for, with their mean loss in millionths.
 
-    `tenant`: all figures are those of this tenant, and shards tell nothing of their use; CLUSTER for the whole cluster,
-    as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences`
-    are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
+    `tenant`: all figures are those of this tenant, and shards are shown without their use; CLUSTER for the whole
+    cluster, as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those.
+    `sequences` are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
     `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash. `waiting` and `orphans` are
     as in ScheduleSeen, for operators; empty where no reconciler runs."""
 

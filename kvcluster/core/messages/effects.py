@@ -1,9 +1,8 @@
-"""What comes out of a core's step: effects, which the driver carries out in order.
+"""The effects that a core's step returns, which the driver carries out in order; and what the driver itself reports to
+a core: time has passed, the process was stalled, a job or a report has ended.
 
 An effect holds all that is needed to carry it out. For one that takes time (Send, Verify, Fetch, MovePages, Stage), its
 docstring names the message that reports its end.
-
-What the driver itself tells a core: time has passed, the process was stalled, a job or a report has ended.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Retell:
 class ScheduleSeen:
     """What the reconciler saw in its last pass (core/shard_scheduler.py). `waiting`: a sentence for each thing that the
     cluster lacks and waits for. `orphans`: volumes that belong to no running shard, each with the name of its node.
-    `shards`: those that exist, that are started now, and that are waited for; None if that was not said."""
+    `shards`: those that exist, that are started now, and that are waited for; None if that was not stated."""
 
     waiting: tuple[str, ...] = ()
     orphans: tuple[tuple[ShardId, str], ...] = ()
@@ -109,7 +108,7 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class TierLost:
-    """The store of a tier has failed for good, and `why`: its pages are gone, and nothing can be written there until
+    """The store of a tier has failed for good, and `why`: its pages are lost, and nothing can be written there until
     the shard starts again."""
 
     tier: Tier

@@ -1,12 +1,11 @@
-"""Orders of the coordinator to a shard, and the shard's acknowledgement (core/streams.py).
+"""Orders of the coordinator to a shard, the shard's acknowledgement (core/streams.py), and probes of the whole cluster.
 
 To add a kind of order: a class here with a `number`, and an alternative of `Order`.
 
-A probe of the whole cluster, for `kvcluster doctor`: every shard looks at itself and tries every other one.
-
-An operator asks the coordinator (Probe, answered by Probed). The order travels in the answers to reports (ProbeOrder),
-and what a shard found in its next reports (Findings), as everything else between the two does. The addresses are those
-that the coordinator knows of its members: the question names none.
+In a probe, for `kvcluster doctor`, every shard examines itself and tries to reach every other one. An operator asks the
+coordinator (Probe, answered by Probed). The order travels in the answers to reports (ProbeOrder), and what a shard
+found in its next reports (Findings), as everything else between the two does. The addresses are those that the
+coordinator knows of its members: the question names none.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class EvictOrder:
 
 
 class Move(NamedTuple):
-    """Moves a block into tier `to`. With `up` it is promoted: it comes from below, and also stays there. A demoted one
-    comes from the tier above and leaves that; `codec` matters if tier `to` takes any codec (tiers.Takes.ENCODED). With
-    `keeps`, a demoted block stays where it is if there is no room below, since an open sequence claims it."""
+    """Moves a block into tier `to`. With `up` it is promoted from a lower tier, and also stays there. Otherwise it is
+    demoted from the tier above and leaves that; `codec` matters if tier `to` takes any codec (tiers.Takes.ENCODED).
+    With `keeps`, a demoted block stays where it is if there is no room below, since an open sequence claims it."""
 
     namespace: NamespaceId
     hash: BlockHash
@@ -47,7 +46,7 @@ class Move(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MoveOrder:
     """Demotes and promotes these blocks. A demoted block leaves its tier even if there is no room below, unless its
-    move says that it stays (`keeps`). A promoted one also stays where it was, and moves only if there is room above."""
+    move keeps it (`keeps`). A promoted one also stays where it was, and moves only if there is room above."""
 
     number: int
     moves: tuple[Move, ...]
@@ -56,7 +55,7 @@ class MoveOrder:
 @dataclass(frozen=True, slots=True)
 class PullOrder:
     """Fetches these pages of one namespace from `source`, which has them in this codec, and keeps them too, in tier
-    `into`. The report stream says which of them arrived."""
+    `into`. The report stream shows which of them arrived."""
 
     number: int
     source: ShardAddress
@@ -98,7 +97,7 @@ class ListeningPort(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What a process says of the machine or container that it runs in. `pool_bytes`: of its tiers in memory.
+    """What a process reports about the machine or container that it runs in. `pool_bytes`: of its tiers in memory.
     `limit_bytes`: the memory of its machine or container; 0 if unknown."""
 
     pool_bytes: int = 0
@@ -153,7 +152,7 @@ class ShardFindings(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Probed:
     """A run of probes, so far: what each shard has found, and those that were asked and have not answered. `running`:
-    more may come. `coordinator`: what the coordinator says of itself."""
+    more may come. `coordinator`: what the coordinator reports about itself."""
 
     number: int
     running: bool

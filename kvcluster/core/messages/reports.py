@@ -1,10 +1,9 @@
-"""Messages of a shard to the coordinator: the report stream and inventories (core/streams.py), and the answer to
-them, which carries orders (orders.py).
+"""Messages of a shard to the coordinator (the report stream and inventories, core/streams.py), the answer to them,
+which carries orders (orders.py), and KV events.
 
-KV events: changes of cached blocks, for routers and indexers that keep their own view of the cache.
-
-An effect of the coordinator for the publisher (runtime/event_publisher.py); on the wire it has vLLM's format
-(wire/kv_events.py). Events are hints, as all answers of a coordinator are: a subscriber that acts on an outdated one
+KV events are changes of cached blocks, for routers and indexers that keep their own view of the cache. They are an
+effect of the coordinator for the publisher (runtime/event_publisher.py); on the wire they have vLLM's format
+(wire/kv_events.py). They are hints, as all answers of a coordinator are: a subscriber that acts on an outdated one
 loses time, never a byte.
 """
 
@@ -47,7 +46,7 @@ class GoneEvent(NamedTuple):
 
 class PurgedEvent(NamedTuple):
     """The shard has carried out all tombstones up to `number`: pages that it reported before and that these name are
-    gone."""
+    removed."""
 
     number: int
 
@@ -95,8 +94,8 @@ class TierUse(NamedTuple):
 
 
 class ProcessInfo(NamedTuple):
-    """What a process of the cluster says about itself: its machine, release of kvcluster, and hash of its configuration
-    (config_hash.py). "" is unknown."""
+    """What a process of the cluster reports about itself: its machine, release of kvcluster, and hash of its
+    configuration (config_hash.py). "" is unknown."""
 
     node: str = ""
     release: str = ""
@@ -172,9 +171,9 @@ class Report:
     `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0 for none;
     the numbers of events and of orders belong to it. `pressure` is the bytes that each tenant's waiting
     reservations lack.
-    `orders` says how far the shard is with its orders. `samples`: the loss of sampled pages of a namespace by q4, in
-    millionths (Moved). `findings`: of the last probe, until an answer orders that one no more. `wanted_on_device`:
-    blocks that readers which read the shard's pool on a device in place have read in INGEST, since it is not there.
+    `orders`: its progress with its orders. `samples`: the loss of sampled pages of a namespace by q4, in millionths
+    (Moved). `findings`: of the last probe, until an answer no longer orders that probe. `wanted_on_device`: blocks that
+    were read in INGEST, because they are not in the shard's pool on a device, by readers that read this pool in place.
     """
 
     info: ShardInfo
@@ -219,8 +218,8 @@ class ReportAck:
     """The coordinator has everything up to `acked`. `inventory` asks for all that the shard holds.
 
     `orders`, by ascending number, are all that this shard is not known to have accepted; `tombstones` all that it is
-    not known to have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits. `probe`
-    is repeated until a report has what was found.
+    not known to have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits. `probe` is
+    repeated until a report contains its findings.
     """
 
     epoch: Epoch

@@ -1,10 +1,10 @@
-"""Questions about the block tables of open sequences, from their workers to the coordinator
-(core/coordinator/sequence_handler.py).
+"""Questions of workers about the block tables of open sequences, to the coordinator
+(core/coordinator/sequence_handler.py), and about spans for remote attention, to a shard (docs/adr/0061).
 
 A worker sends the changes of many sequences in one SyncTables, in the namespace of their public blocks, and renews its
 lease with it. A table longer than limits.BLOCKS_PER_CALL is sent in several messages: `keep` grows.
 
-Remote attention: spans that a worker registers at a shard, and one exchange that attends to them (docs/adr/0061).
+For remote attention a worker registers spans at a shard, and attends to them in one exchange.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvcluster.core.spec import KVSpec
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What became of one sequence's table: its first `keep` blocks stay, `blocks` follow them.
+    """A change of one sequence's table: its first `keep` blocks stay, `blocks` follow them.
 
     `keep` is 0 for a new sequence without a parent; then a table that the sequence has is replaced. The last `private`
     of `blocks` are private: random ids, in the namespace of private pages. `parent` is set when the sequence is opened
@@ -58,10 +58,10 @@ class SyncTables:
 class TablesSynced:
     """The lease from now on, the coordinator's epoch, and what of the changes was not made.
 
-    `reopen`: the sequences whose table is not known as `keep` (or `parent`) says: send them whole. `refused`: those
-    whose new blocks would exceed a limit (share, tokens, sequences); nothing of that change was made. `forgotten`: the
-    coordinator knew nothing of this holder (it restarted, or the lease ended), and made no change: send all open tables
-    whole, with the next numbers.
+    `reopen`: the sequences for which the coordinator does not know the table (or that of `parent`) up to `keep`: send
+    them whole. `refused`: those whose new blocks would exceed a limit (share, tokens, sequences); nothing of that
+    change was made. `forgotten`: the coordinator knew nothing of this holder (it restarted, or the lease ended), and
+    made no change: send all open tables whole, with the next numbers.
     """
 
     ttl_ns: int
@@ -157,7 +157,7 @@ class AttendRow(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class AttendRequest:
     """Attend to one layer of registered spans: one exchange of a transport. The query, `[tokens, heads, dim]` of all
-    rows in `dtype`, comes beside it.
+    rows in `dtype`, is sent beside it.
 
     `layer` counts from the part's own first layer. `softcap`, `window` and `latent_values` are 0 for none. `fused`:
     whether the worker computes with fused multiply-add; a shard that does not would give other bits.
@@ -189,9 +189,9 @@ class AttendRequest:
 
 @dataclass(frozen=True, slots=True)
 class Attended:
-    """The results come beside it, `nbytes` of them: float32, for each row and each of its subtrees `out`
-    `[tokens, heads, value_dim]` and `lse` `[tokens, heads]`. `loss`: the worst of the pages. `time_us`: how long the
-    shard took, from the request to this answer, in microseconds; 0 if it does not say."""
+    """The results are sent beside it, `nbytes` of them: float32, for each row and each of its subtrees `out` `[tokens,
+    heads, value_dim]` and `lse` `[tokens, heads]`. `loss`: the worst of the pages. `time_us`: how long the shard took,
+    from the request to this answer, in microseconds; 0 if it is not stated."""
 
     nbytes: int
     loss: Loss

@@ -39,8 +39,8 @@ class GetOffers:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A transport that a shard serves, and its address. Only the two ends of that transport interpret `address` and
-    `details`; `version` is that of what they say beyond kvcluster's protocol. `protocol_version` is not sent: it is
-    that of the answer with the offer, and of connections by it."""
+    `details`; `version` is that of their content, apart from kvcluster's protocol. `protocol_version` is not sent: it
+    is that of the answer with the offer, and of connections by it."""
 
     transport: str
     address: str
@@ -52,7 +52,7 @@ class Offer:
 @dataclass(frozen=True, slots=True)
 class Offers:
     """The transports that a shard incarnation serves besides gRPC; `refused` has the reasons for the others, by
-    transport. `protocol_version` is that of the conversation in which they came."""
+    transport. `protocol_version` is that of the conversation in which they were sent."""
 
     epoch: Epoch
     offers: tuple[Offer, ...] = ()

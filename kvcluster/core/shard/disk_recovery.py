@@ -43,7 +43,7 @@ class RecoveredPage(NamedTuple):
 class RecoveredPages:
     """Everything found in one store. `specs` name the namespaces of `pages`. `capacity_bytes` and `file_bytes` make the
     tier's allocator (tiers.py). If the store cannot be used, they are 0, and the shard runs without that tier.
-    `trouble` says why, or why the store is smaller than configured."""
+    `trouble`: why, or why the store is smaller than configured."""
 
     capacity_bytes: int = 0
     file_bytes: int = 0

@@ -54,8 +54,8 @@ class OrderExecutor:
         self._puller.reset()
 
     def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
-        """Carries out what the coordinator's answer asks for and is not done yet; of a shard that is stopping the
-        purges alone. Returns the effects."""
+        """Carries out what the coordinator's answer asks for and is not done yet; a shard that is stopping carries out
+        purges only. Returns the effects."""
         if ack.drain and not self._state.draining:
             self._state.draining = True
             self._state.report_sender.say_soon()

@@ -90,7 +90,7 @@ class Page:
         self.used = 0  # when a worker last stored or pinned it, as PagePool.use counts; 0 before this incarnation
 
     def slot(self) -> PageSlot:
-        """Returns what the holder of a lease is told about the page."""
+        """Returns the description of the page for the holder of a lease."""
         return PageSlot(
             self.key, self.offset, self.nbytes, self.generation, self.loss, self.sums, self.codec, self.tier
         )
@@ -100,7 +100,7 @@ class Page:
         return NewPage(self.key, self.parent, self.depth, self.loss)
 
     def event(self) -> PageEvent:
-        """Returns what the coordinator is told about the page."""
+        """Returns the event that reports the page to the coordinator."""
         return PageEvent(self.space, self.key, self.parent, self.depth, self.tier, self.loss, self.codec)
 
     def act(self, action: PageAction) -> None:

@@ -1,9 +1,9 @@
 """Pins for readers: pins READY pages, and has pages that lie in a store read into memory first.
 
-Readers see addressable tiers, and those on the same device as their blocks the tiers there. A page of any other tier
-is read into a private copy in the staging tier, verified there, and lent to the one reader that waits for it. The copy
-is freed when the reader's lease ends; the page stays where it was. Pages that are read often are promoted (tiering.py).
-A page whose bytes no longer match its checksums is a miss like any other.
+Readers read the pages of addressable tiers in place; readers with blocks on a device also those of the tiers on that
+device. A page of any other tier is read into a private copy in the staging tier, verified there, and lent to the one
+reader that waits for it. The copy is freed when the reader's lease ends; the page stays where it was. Pages that are
+read often are promoted (tiering.py). A page whose bytes no longer match its checksums is a miss like any other.
 
 If the staging tier has no room for the copies, the shard reports that, and the coordinator makes room (docs/adr/0026).
 The readers of a tenant wait for it in order of arrival, at most ROOM_NS; then they get what fits.
@@ -36,7 +36,7 @@ ROOM_NS = 500_000_000
 
 @dataclass(slots=True)
 class _WaitingPin:
-    """A pin that waits for room until `until`. It lacked `lacked` bytes when it was last looked at."""
+    """A pin that waits for room until `until`. It lacked `lacked` bytes when it was last examined."""
 
     request: Request[Pin]
     space: ShardNamespace
@@ -61,7 +61,7 @@ class PinHandler:
         self._state = state
         self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
         self._shares = Shares(limits.PINS_FROM_DISK)  # of those
-        self._changes = -1  # pool.changes when all of them were last looked at
+        self._changes = -1  # pool.changes when all of them were last examined
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
         self._wanted: dict[tuple[NamespaceId, BlockHash], None] = {}
 
@@ -142,7 +142,7 @@ class PinHandler:
         return self._dismiss([request for request in requests if request.question.attempt == attempt], _TOO_LATE)
 
     def staged(self, m: Staged, now: int) -> list[Effect]:
-        """Takes the result of a Stage: answers its pin with the copies that verified, and condemns corrupt pages."""
+        """Handles the result of a Stage: answers its pin with the copies that verified, and condemns corrupt pages."""
         staging = self._staging.pop(m.attempt, None)
         own = self._state.leases.end(m.attempt)
         assert own is not None, "the end of a read that was never begun"
@@ -173,8 +173,8 @@ class PinHandler:
                 self._state.leases.renew(staging.lease.attempt, now)
 
     def give_up(self) -> list[Effect]:
-        """Answers all waiting pins with SHARD_LOST, because the shard is leaving. Reads under way end without a
-        reader."""
+        """Answers all waiting pins with SHARD_LOST, because the shard is leaving. Reads that are under way finish, but
+        no reader gets their result."""
         pins = [waiting.request for waiting in self._waiting.values()]
         pins += [staging.request for staging in self._staging.values()]
         self._staging.clear()
@@ -226,14 +226,14 @@ class PinHandler:
         now: int,
     ) -> list[Effect]:
         pages: list[Page | None] = []
-        told: list[PageSlot | Miss] = []
+        outcomes: list[PageSlot | Miss] = []
         for at, page in enumerate(found):
             if isinstance(page, Page) and (at in copies or not _is_stored(page, request)):
                 pages.append(page)
-                told.append(page.slot())
+                outcomes.append(page.slot())
             else:
                 pages.append(None)
-                told.append(_no_room(page.tier) if isinstance(page, Page) else page)
+                outcomes.append(_no_room(page.tier) if isinstance(page, Page) else page)
         held = [page for page in pages if page is not None]
         self._state.pool.pin(held)
         if request.question.on_device:
@@ -242,10 +242,10 @@ class PinHandler:
             self._state.pool.use(held)
         lease = self._state.leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
         if not copies:
-            return [Answer(request.call, PinGrant(tuple(told)))]
+            return [Answer(request.call, PinGrant(tuple(outcomes)))]
         attempt = self._state.own.next()
         self._state.leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
-        self._staging[attempt] = _Staging(request, lease, told, copies)
+        self._staging[attempt] = _Staging(request, lease, outcomes, copies)
         return [_stage(attempt, space, lease, copies)]
 
     def _read_on_device(self, pages: Sequence[Page]) -> None:
@@ -289,7 +289,7 @@ def _stage(attempt: Attempt, space: ShardNamespace, lease: Lease, copies: dict[i
 
 
 def _is_stored(page: Page, request: Request[Pin]) -> bool:
-    """Whether that reader does not read it in place."""
+    """Whether the page lies in a store that this reader does not read in place."""
     spec = page.tier.spec
     return not (spec.addressable or (spec.on_device and request.question.on_device))
 

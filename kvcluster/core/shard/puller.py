@@ -1,8 +1,8 @@
 """Carries out pull orders: copies pages from another shard, one order after the other.
 
 The shard reserves the pages under a write lease of its own and the shell fills them (Fetch). The Commit or Abort of
-that lease ends the order, as for any writer. An order that comes while another runs waits: the shell fetches for one at
-a time, and the lease of a second would expire meanwhile. An order that comes while another waits replaces it: the
+that lease ends the order, as for any writer. An order that arrives while another runs waits: the shell fetches for one
+at a time, and the lease of a second would expire meanwhile. An order that arrives while another waits replaces it: the
 coordinator gives one at a time, and has withdrawn the earlier one.
 """
 

@@ -32,7 +32,7 @@ MS = 1_000_000
 
 
 class ReportSender:
-    """The sending end. `everything` returns all READY pages at the time of the call."""
+    """The shard's side. `everything` returns all READY pages at the time of the call."""
 
     def __init__(self, config: ShardConfig, *, membership_ttl_ms: int, everything: Callable[[], Everything]) -> None:
         self._interval = config.report_interval_ms * MS
@@ -44,7 +44,7 @@ class ReportSender:
         self._next_report = 0
         self._holdoff = False  # the last report failed: the next waits, however urgent
         self._member_until = 0
-        self._unsaid = False  # an order was carried out, or space is wanted, and it is not reported yet
+        self._report_wanted = False  # an order was carried out, or space is wanted, and it is not reported yet
         self.coordinator = Epoch(0)
 
     def member(self, now: int) -> bool:
@@ -64,13 +64,13 @@ class ReportSender:
 
     def say_soon(self) -> None:
         """Requests a report soon: something outside the stream has changed that the coordinator waits for."""
-        self._unsaid = True
+        self._report_wanted = True
 
     def due(self, now: int) -> bool:
         """Whether a message is to be sent now."""
         if self._in_flight is not None:
             return False
-        urgent = (self._stream.has_news or self._unsaid) and not self._holdoff
+        urgent = (self._stream.has_news or self._report_wanted) and not self._holdoff
         return urgent or now >= self._next_report
 
     def compose(self, build: Callable[[StreamPiece], Report | Inventory], now: int) -> Report | Inventory:
@@ -78,7 +78,7 @@ class ReportSender:
         piece = self._stream.next_piece()
         self._in_flight = (piece, now)
         if not piece.inventory:
-            self._unsaid = False
+            self._report_wanted = False
         return build(piece)
 
     def answered(self, ack: ReportAck, now: int) -> bool:
@@ -146,14 +146,12 @@ class ReportSender:
 
 
 class Inventoried:
-    """The events of these pages, in the same order.
+    """The contents of an inventory: the pages that were READY when it began, in order. A page becomes an event when its
+    chunk is sent.
 
-    The contents of an inventory: the pages that were READY when it began. Each becomes an event when its chunk is
-    sent.
-
-    Making a million events takes a second; listing as many pages takes some hundredths of a second. The event of a
-    page does not change while the page is READY, so a page that was withdrawn before its chunk is sent is still
-    listed as it was, and the report stream carries its GoneEvent.
+    Making a million events takes a second; listing as many pages takes some hundredths of a second. The event of a page
+    does not change while the page is READY, so a page that was withdrawn before its chunk is sent is still listed as it
+    was, and the report stream carries its GoneEvent.
     """
 
     def __init__(self, pages: Sequence[Page]) -> None:

@@ -73,7 +73,7 @@ class ReserveQueue:
         return [waiting.space.id for waiting in self._waiting.values()]
 
     def withdraw(self, attempt: Attempt) -> list[Request[Reserve]]:
-        """Removes and returns the reservations of an attempt whose writer has gone."""
+        """Removes and returns the reservations of an attempt whose writer has stopped."""
         requests = [waiting.request for waiting in self._waiting.values()]
         return self._take([request for request in requests if request.question.attempt == attempt])
 
@@ -98,12 +98,12 @@ class ReserveQueue:
     def lacking(self, m: Reserve, space: ShardNamespace) -> int:
         """Returns the bytes that `m` lacks. Pages beyond the capacity are not counted, since waiting would not help."""
         if not self._lacking(m.pages, space):
-            return 0  # not even if none of its pages were there; most often so, and then no page is looked up
+            return 0  # it fits even if all its pages are new, the usual case: no page is looked up
         pool = self._pool
         return self._lacking([n for n in m.pages if pool.taken(pool.there(space.id, n.key), n.loss) is None], space)
 
     def _lacking(self, pages: Sequence[NewPage], space: ShardNamespace) -> int:
-        """As `lacking`, for pages none of which is there."""
+        """As `lacking`, for pages none of which the pool has."""
         wanted: dict[int, int] = {}
         for (group, part), count in Counter([new.key[1:] for new in pages]).items():
             nbytes = space.page_bytes(group, part)
@@ -134,5 +134,5 @@ class ReserveQueue:
 
 
 def lost(request: Request[Reserve]) -> Answer:
-    """Returns the answer LOST for all pages: they may not be written here, or the writer has gone."""
+    """Returns the answer LOST for all pages: they may not be written here, or the writer has stopped."""
     return Answer(request.call, WriteGrant((Written.LOST,) * len(request.question.pages)))

@@ -1,9 +1,9 @@
 """The scrubber: has a shard's pages verified again, and withdraws those that are corrupt. Pages that a reader suspects
 come first, and all others in turn at a bounded rate, so that silent corruption is found before a reader needs the page.
 
-A reader's mismatch does not condemn a page: its network may have flipped the bit, or it may lie. A page is condemned
-only if the shard, reading its own memory, finds other bytes than were committed. The shell reads one batch at a time,
-under a read lease, so that no page is reused for another block while it is being verified.
+A reader's mismatch does not condemn a page: its network may have flipped the bit, or its report may be false. A page is
+condemned only if the shard, reading its own memory, finds other bytes than were committed. The shell reads one batch at
+a time, under a read lease, so that no page is reused for another block while it is being verified.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Scrubber:
             self._round.append(page)
             held = len(self._round)
             # Checked at every 1,024th page, since counting the pool's pages takes longer than all else here.
-            if held % 1_024 == 1 and held > 2 * len(self._state.pool) + 1_024:  # most are gone: do not keep them
+            if held % 1_024 == 1 and held > 2 * len(self._state.pool) + 1_024:  # most were freed: drop them
                 self._round = deque(page for page in self._round if page.state is PageState.READY)
                 self._left = min(self._left, len(self._round))
 

@@ -2,7 +2,8 @@
 
 Only the shard allocates and knows where pages lie: a worker asks by (namespace, hash, group, part) under the shard's
 epoch, and gets a page under a lease, or a miss. The shard reports pages that become readable or cease to be so to the
-coordinator on the report stream (report_sender.py); the coordinator's orders come with its answers (order_executor.py).
+coordinator on the report stream (report_sender.py); the coordinator's orders arrive with its answers
+(order_executor.py).
 
 A shard that has had no coordinator for `membership_ttl` grants no pins and commits nothing: it may have been replaced.
 It leaves when the coordinator knows a newer incarnation of it, or when it has been drained.
@@ -120,7 +121,7 @@ class Shard:
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.trouble for there in found.values() if there.trouble)
         self._replaced = False
-        self._pressed = False  # the last report said that writers wait for space
+        self._pressed = False  # the last report stated that writers wait for space
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
@@ -243,7 +244,7 @@ class Shard:
 
     def _message(self, piece: StreamPiece) -> Report | Inventory:
         # It carries the specs of its own pages, so that a coordinator that has just started understands it. If a
-        # namespace has been forgotten since, its pages are gone, and later events of the stream say so.
+        # namespace has been forgotten since, its pages were removed, and later events of the stream report that.
         named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
         known = (self.state.namespaces.known(space) for space in dict.fromkeys(named))
         specs = tuple((space.tenant, space.spec) for space in known if space is not None)
@@ -260,13 +261,13 @@ class Shard:
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         sender = self.state.report_sender
         before = sender.coordinator
-        heeded = sender.answered(m.ack, now)
+        is_current = sender.answered(m.ack, now)
         if m.ack.leave is not None:
             return self._leave(m.ack.leave, now)
         if sender.coordinator != before:
             self._orders.reset()
         effects: list[Effect] = []
-        if heeded:
+        if is_current:
             effects += [*self._orders.carry_out(m.ack, now), *self._tier_mover.begin(now)]
             effects += self._probe.heed(m.ack.probe)
         return effects + sender.answer_flushes(now)
@@ -314,7 +315,7 @@ class Shard:
     # ------------------------------------------------------------------------------------------- reports
 
     def _inventory(self) -> Inventoried:
-        # The chunks are sent one by one. A purge that comes between them has not been applied to these pages.
+        # The chunks are sent one by one. A purge that arrives between them has not been applied to these pages.
         self._inventoried = self.state.tombstones.all()
         return Inventoried(list(self.pool.ready()))
 

@@ -27,9 +27,9 @@ _COUNTERS = (
 
 class ShardState:
     """`tombstones`: the purges that the shard has carried out. `over`: the incarnation has ended. `draining` and
-    `stopping`: it was told to. Each of them is set once and stays.
+    `stopping`: it was ordered to drain, or asked to stop. Each of them is set once and stays.
 
-    `uses` says whether pages or waiting questions need a namespace; `everything` returns all READY pages, for an
+    `uses` returns whether pages or waiting questions need a namespace; `everything` returns all READY pages, for an
     inventory.
     """
 

@@ -1,21 +1,20 @@
-"""Saves a shard's pages when it is told to stop: writes the hottest of its memory to its durable store, until a
+"""Saves a shard's pages when it is asked to stop: writes the hottest pages of its memory to its durable store, until a
 deadline, so that the next incarnation finds them there.
 
-The shard decides alone, since its coordinator may be gone: a SaveList orders the pages by what the shard knows. The
-shell writes one batch after another (MovePages), encoded as the tier policy says unless they are encoded already. A
+The shard decides alone, since its coordinator may have ended: a SaveList orders the pages by what the shard knows. The
+shell writes one batch after another (MovePages), encoded as the tier policy requires unless they are encoded already. A
 page stays where it lies, for readers, and gets a twin in the store. Where the store is full, colder pages give way.
 
-If the leases of a batch (tier_mover.py) are revoked, by a purge that comes meanwhile, the pages that the purge left are
-tried again. Nothing is saved twice: a second request gets the result of the first. When all is saved or time is up, the
-shard goes on to serve loads until its process ends.
+If the leases of a batch (tier_mover.py) are revoked by a purge that arrives meanwhile, the pages that the purge left
+are tried again. Nothing is saved twice: a second request gets the result of the first. When all is saved or time is up,
+the shard goes on to serve loads until its process ends.
 
-The blocks of a stopping shard, in the order in which their pages are to be saved: the last used first, and chains
-from their roots on, so that what does not fit, or not in time, is what would be missed least.
-
-A block was used when a worker last pinned or committed any of its pages (Page.used); one that another block follows
-counts as used as late as that one, since the other is useless without it. So no block comes before the one that it
-follows. The pages that lie in the store already are listed from the other end: the coldest leaf first, for each kind of
-page by itself, since the room of one is used again only for another of its kind.
+A SaveList has the blocks of the shard in the order in which their pages are to be saved: the last used first, and
+chains from their roots on, so that what does not fit, or not in time, is what would be missed least. A block was used
+when a worker last pinned or committed any of its pages (Page.used); one that another block follows counts as used as
+late as that one, since the other is useless without it. So no block precedes the one that it follows. The pages that
+lie in the store already are listed from the other end: the coldest leaf first, for each kind of page by itself, since
+the room of one is used again only for another of its kind.
 
 A pool of millions is neither searched nor sorted in one step (docs/adr/0034): first its pages are grouped by block,
 then blocks are put on heaps from the deepest on, some in each step.
@@ -151,7 +150,7 @@ class SaveList:
         """Returns how many pages are on the list to be saved, and their bytes."""
         if self.complete:
             return self._left_pages, self._left_bytes
-        # The deadline came before the list was complete: this is the shard's last step of work.
+        # The deadline passed before the list was complete: this is the shard's last step of work.
         saved = {(page.space, page.key) for page in self._pages if page.tier.spec.durable}
         left = {(page.space, page.key): page.nbytes for page in self._pages if not self._is_private(page.space)}
         sizes = [nbytes for name, nbytes in left.items() if name not in saved]
@@ -206,7 +205,7 @@ class ShutdownSaver:
         self._raw_blocks = 0
         self._list: SaveList | None = None
         self._blocks: list[ListedBlock] = []  # of the moves under way, if they are its own
-        self._file_tried = False  # a file of another kind was looked at for the batch being built
+        self._file_tried = False  # a file of another kind was examined for the batch being built
         self._saved_pages = self._saved_bytes = 0
         self._lost_pages = self._lost_bytes = 0
         self._result: PagesSaved | None = None
@@ -224,7 +223,8 @@ class ShutdownSaver:
         return 0 if self._list is not None and not self.saving else self._until
 
     def start(self, m: SavePages) -> None:
-        """Begins to save; or joins a caller to what has begun, for as long as the shorter deadline allows."""
+        """Begins to save. If saving has begun already, the caller gets its result too, and the earlier deadline
+        holds."""
         self._state.stopping = True
         self._calls.append(m.call)
         if self._until is None:
@@ -340,7 +340,7 @@ class ShutdownSaver:
 
     def _codecs(self, source: Page, space: ShardNamespace) -> list[Codec]:
         """Returns the codecs in which the page may be saved, the preferred one first. An encoded one is saved as it is;
-        others as the coordinator last ordered for their namespace, or as SavePages says."""
+        others as the coordinator last ordered for their namespace, or as SavePages states."""
         if source.codec is not Codec.RAW or source.stays_raw or source.tier.spec.takes is not Takes.RAW:
             return [source.codec]
         codec = Codec.RAW if source.depth < self._raw_blocks else space.ordered_codec or self._codec

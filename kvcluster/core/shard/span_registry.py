@@ -1,7 +1,8 @@
-"""The spans that workers have registered at a shard, and the pages that each stands for.
+"""Registered spans at a shard: registers them, finds the pages that each stands for, and pins those of some spans for
+one compute (docs/adr/0061).
 
-A span is consecutive blocks of one namespace, group and part, named by hash. It never changes, so a request attends
-to all of it as it was registered. It pins nothing: a page may be evicted, demoted or purged at any time. When a span is
+A span is consecutive blocks of one namespace, group and part, named by hash. It never changes, so a request attends to
+all of it as it was registered. It pins nothing: a page may be evicted, demoted or purged at any time. When a span is
 used, its pages are found: those that were found before, up to the first that is not READY any more, and for the hashes
 behind it the pages that the pool has now. A page object stands for one generation and is never READY again once it was
 condemned, so a page that was reused for another block is never returned.
@@ -11,12 +12,10 @@ block that is missing, which is remembered: the next time that block is looked u
 missing. One step makes limits.SPAN_LOOKUPS lookups at most; what it found is kept, and the next step goes on from
 there.
 
-The spans of a holder that names none for SPAN_IDLE_NS end. This module owns no bytes.
-
-Registered spans at a shard: registers them, and pins the pages of some of them for one compute (docs/adr/0061).
-
-A pin is all or nothing: if a page is missing, no lease is granted, and the worker hears of each span that lacks one. It
+A pin is all or nothing: if a page is missing, no lease is granted, and the answer names each span that lacks one. It
 never waits for a drive: a span with a page on disk is loaded by its worker instead.
+
+The spans of a holder that names none for SPAN_IDLE_NS end. This module owns no bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class RegisteredSpan:
         self.slots: list[PageSlot] = []
         self.miss: SpanMiss | None = None
         self.found: SpanPages | None = None  # what its users get, once all pages are found
-        self.changes = -1  # pool.changes when `pages` and `miss` were last looked at
+        self.changes = -1  # pool.changes when `pages` and `miss` were last examined
 
     @property
     def resolved(self) -> SpanPages:
@@ -77,7 +76,7 @@ class RegisteredSpan:
         return self.found
 
     def check_pages(self, changes: int) -> None:
-        """Forgets what may have changed since the span was last used, if anything in the pool has."""
+        """Forgets what may have changed since the span was last used, if the pool has changed at all."""
         if self.changes == changes:
             return
         self.changes, self.miss = changes, None
@@ -149,8 +148,8 @@ class SpanRegistry:
     def resolve(
         self, owner: Owner, spans: Sequence[SpanId], now: int
     ) -> list[RegisteredSpan | SpanMiss] | SpansPending | Refused:
-        """Returns each span, whose `pages` and `found` are those of today, or why it is not available. SpansPending if
-        that takes more lookups than one step makes: the caller asks again. Refused if they have too many pages."""
+        """Returns each span, with `pages` and `found` up to date, or why it is not available. SpansPending if that
+        takes more lookups than one step makes: the caller asks again. Refused if they have too many pages."""
         if owner not in self._owners:
             return [SpanMiss.UNKNOWN] * len(spans)
         known = self._used(owner, now).spans
@@ -260,9 +259,9 @@ class SpanHandler:
         if isinstance(resolved, SpansPending | Refused):
             return [Answer(request.call, resolved)]
         spans = [each for each in resolved if not isinstance(each, SpanMiss)]
-        told = SpanGrant(tuple(each if isinstance(each, SpanMiss) else each.resolved for each in resolved))
+        grant = SpanGrant(tuple(each if isinstance(each, SpanMiss) else each.resolved for each in resolved))
         if len(spans) < len(resolved):
-            return [Answer(request.call, told)]
+            return [Answer(request.call, grant)]
         refused = _refusal(spans)
         if refused is not None:
             return [Answer(request.call, refused)]
@@ -270,7 +269,7 @@ class SpanHandler:
         self._pool.pin(pages)
         self._pool.use(pages)
         self._leases.grant(m.attempt, LeaseKind.READ, [*pages], now, request.tenant)
-        return [Answer(request.call, told)]
+        return [Answer(request.call, grant)]
 
 
 def _refusal(spans: Sequence[RegisteredSpan]) -> Refused | None:

@@ -4,10 +4,10 @@ faster one. The target tier determines the codec (tiers.Takes); a page moves int
 The coordinator orders the moves (MoveOrder). They are carried out one batch at a time, concurrently with all
 other work.
 
-A page that cannot be promoted stays where it is. A demoted page leaves its tier in any case, unless its move keeps it.
-If its twin already lies below, it is not encoded again. If there is no room below, although the coordinator has tried
-to make some, or if it cannot be written to a store, it is evicted, as it would be without a tier below; one whose move
-keeps it stays where it is. A page that was to stay raw is encoded if only an encoded page finds room. If a store has
+A page that cannot be promoted stays where it is. A demoted page always leaves its tier, unless its move keeps it. If
+its twin already lies below, it is not encoded again. If there is no room below, although the coordinator has tried to
+make some, or if it cannot be written to a store, it is evicted, as it would be without a tier below; if its move keeps
+it, it stays where it is. A page that was to stay raw is encoded if only an encoded page finds room. If a store has
 room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once
 per batch.
 

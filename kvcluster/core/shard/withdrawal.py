@@ -1,4 +1,4 @@
-"""Withdrawing a page: it gets no new readers, and the coordinator is told.
+"""Withdrawing a page: it gets no new readers, and the coordinator is notified.
 
 The decoded twin of a withdrawn page is withdrawn too, however hot it is, unless an encoded twin lies in another tier.
 Without an encoded twin it would be encoded again later, and lose more precision each time.

@@ -116,8 +116,8 @@ class WorkerHandler:
         if lease is not None:
             state.counters["aborted"] += state.pool.give_back(lease)
             return [Answer(request.call, Done())]
-        gone = [*map(lost, state.queue.withdraw(attempt)), *self._pins.withdraw(attempt)]
-        return [*gone, Answer(request.call, Done(bool(gone)))]
+        withdrawn = [*map(lost, state.queue.withdraw(attempt)), *self._pins.withdraw(attempt)]
+        return [*withdrawn, Answer(request.call, Done(bool(withdrawn)))]
 
     def flush(self, request: Request[Flush], now: int) -> list[Effect]:
         if self._state.over:

@@ -1,9 +1,9 @@
 """Writes of workers to one shard: a page is reserved for one writer, and becomes readable when that writer commits it.
 
 The handler grants a write lease over the pages that have room; if they have none, the reservation may wait for it
-(reserve_queue.py). The sums that come with the commit are those of bytes that the shell has verified. A page is READY
-from the commit on: only then is it reported, scrubbed and read. Other shards' pages that this shard pulls (puller.py)
-are committed here as well.
+(reserve_queue.py). The checksums in the commit are those of bytes that the shell has verified. A page is READY from the
+commit on: only then is it reported, scrubbed and read. Other shards' pages that this shard pulls (puller.py) are
+committed here as well.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class WriteHandler:
     def _grant(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
         m = request.question
         pages: list[Page | None] = []
-        told: list[PageSlot | Written] = []
+        outcomes: list[PageSlot | Written] = []
         nbytes, shared = 0, self._state.namespaces.tenants > 1
         for new in m.pages:
             may_take = not shared or self._may_take(space, nbytes)
@@ -125,14 +125,14 @@ class WriteHandler:
             if isinstance(offer, Page):
                 nbytes += offer.nbytes
                 pages.append(offer)
-                told.append(offer.slot())
+                outcomes.append(offer.slot())
             else:
                 pages.append(None)
-                told.append(offer)
-        self._state.counters["duplicates"] += told.count(Written.DUPLICATE)
-        self._state.counters["full"] += told.count(Written.FULL)
+                outcomes.append(offer)
+        self._state.counters["duplicates"] += outcomes.count(Written.DUPLICATE)
+        self._state.counters["full"] += outcomes.count(Written.FULL)
         self._state.leases.grant(m.attempt, LeaseKind.WRITE, pages, now, request.tenant)
-        return Answer(request.call, WriteGrant(tuple(told)))
+        return Answer(request.call, WriteGrant(tuple(outcomes)))
 
     def _may_take(self, space: ShardNamespace, nbytes: int) -> bool:
         """Whether the tenant may reserve so many bytes and a page more. Where there are several tenants, none reserves

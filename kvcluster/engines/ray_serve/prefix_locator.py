@@ -1,19 +1,18 @@
 """Asks the coordinator where a prompt's leading blocks are, and bounds the time that a request waits for the answer.
 
+The question is `Explain`, which grants nothing and does not count as a use of the blocks. For each block it names the
+pages that a load would read.
+
 Threads ask the questions. A request waits for its answer at most `patience_ms`; after consecutive failures, requests
-get AWAY at once, until a probe that no request waits for finds that the coordinator answers again (bounded_calls.py).
-A probe runs beside the request that did not wait for it, possibly on the same cores, so a probe's deadline is longer.
+get AWAY at once, until a probe that no request waits for finds that the coordinator answers again (bounded_calls.py). A
+probe runs beside the request that did not wait for it, possibly on the same cores, so a probe's deadline is longer.
 
 Text is tokenised first, which takes longer than any answer. A request waits for that only while the coordinator
 answers: it is pinged first, and if it does not answer the ping within the patience, the wait ends.
 
-The question is `Explain`, which grants nothing and does not count as a use of the blocks. For each block it names the
-pages that a load would read.
-
-Finds the host on which a replica runs: Serve knows the replica's node, Ray's head node knows the node's host name.
-
-A thread asks the head node, and only when an unknown node is looked up; until the answer arrives, that node's host is
-"".
+`Hosts` finds the host on which a replica runs: Serve knows the replica's node, Ray's head node knows the node's host
+name. A thread asks the head node, and only when an unknown node is looked up; until the answer arrives, that node's
+host is "".
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class PrefixLocator:
         self._spec: KVSpec | None = None
         self._refreshed_ns = -_REFRESH_NS
         self._refreshing = False
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def start(self) -> None:
         """Begins to load the tokenizer and to read the namespaces. The coordinator need not run yet."""
@@ -178,7 +177,7 @@ class PrefixLocator:
             with self._lock:
                 self._spec = spec
         except Exception as error:  # the last known spec stays in use; a thread must not die silently
-            self._say_once(error)
+            self._log_once(error)
         finally:
             with self._lock:
                 self._refreshed_ns = time.monotonic_ns()
@@ -191,13 +190,13 @@ class PrefixLocator:
         try:
             return self._locate(call, prompt, spec, pinged)
         except NoTokens as error:
-            self._say_once(error)
+            self._log_once(error)
             return PrefixLocation(LocateOutcome.NO_TOKENS)
         except Unavailable as trouble:
             call.failure = trouble.miss
             return PrefixLocation(LocateOutcome.LATE)
         except Exception as error:
-            self._say_once(error)
+            self._log_once(error)
             return PrefixLocation(LocateOutcome.FAILED)
         finally:
             if not pinged.done():
@@ -224,13 +223,13 @@ class PrefixLocator:
         stretches = tuple(_stretches(explained))
         return PrefixLocation(LocateOutcome.FOUND if stretches else LocateOutcome.NOTHING, stretches)
 
-    def _say_once(self, error: Exception) -> None:
-        said = f"{type(error).__name__}: {error}"
+    def _log_once(self, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
         with self._lock:
-            if type(error).__name__ in self._said:
+            if type(error).__name__ in self._logged:
                 return
-            self._said.add(type(error).__name__)
-        self._log(f"routing without prefix locations: {said}")
+            self._logged.add(type(error).__name__)
+        self._log(f"routing without prefix locations: {text}")
 
 
 @contextmanager

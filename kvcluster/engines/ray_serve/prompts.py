@@ -1,14 +1,13 @@
-"""Finds a request's prompt (token ids, text, or a chat) in the arguments of its deployment, whatever they are.
+"""Finds a request's prompt (token ids, text, or a chat) in the arguments of its deployment, and tokenises it.
 
 Serve's own LLM applications pass vLLM's request objects, or a namespace with the same attributes; a custom deployment
 is called with such an object, with a mapping, or with keyword arguments. A wrong guess costs a cache hit and never
 changes an answer, because the prompt found here is only used to choose a replica. So unusual requests are not guessed
 at: `find` returns the reason.
 
-Converts text to token ids as the engine does, with the model's own tokenizer.
-
-A separate thread loads the tokenizer, since that takes seconds; until then text prompts are not located. Only the part
-of a long text that is looked up is tokenised, because tokenising is the router's largest cost.
+`PromptTokenizer` tokenises as the engine does, with the model's own tokenizer. A separate thread loads the tokenizer,
+since that takes seconds; until then text prompts are not located. Only the part of a long text that is looked up is
+tokenised, because tokenising is the router's largest cost.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class RequestPrompt:
 
 
 def find(args: Sequence[object], kwargs: Mapping[str, object]) -> RequestPrompt | str:
-    """Returns the prompt of a call, or one word that says why it has none to look up."""
+    """Returns the prompt of a call, or one word for the reason why it has none to look up."""
     for given in (*args, kwargs):
         if any(_get(given, name) is not None for name in _WANTED):
             return _read(given)

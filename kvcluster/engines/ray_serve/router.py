@@ -2,8 +2,8 @@
 
 Serve asks the router for ranks of replicas, probes the replicas of one rank for free capacity, and goes on to the next
 rank if there is none. So the preferred replicas are a rank before those of power of two choices, and a request falls
-back to the latter if a preferred replica is full or gone, if the coordinator does not answer, if the request is not
-understood, or if this module has a bug. `prefix_locator` asks the coordinator and bounds the wait.
+back to the latter if a preferred replica is full or has ended, if the coordinator does not answer, if the request is
+not understood, or if this module has a bug. `prefix_locator` asks the coordinator and bounds the wait.
 
 Serve may ask for the ranks of one request several times until a replica accepts it; the router keeps the location for
 that. Serve pickles this module by value into the routing processes, so nothing in it is changed after import.
@@ -61,7 +61,7 @@ class KVClusterRouter(Router):
         if pending_request is not None and mode != "off":
             try:
                 first = await self._preferred(candidate_replicas, pending_request)
-            except Exception as error:  # the request goes where it would have gone without this router
+            except Exception as error:  # the request is routed as without this router
                 self._counters.asked("mistake", 0)
                 if not self._mistaken:
                     self._mistaken = True
@@ -104,7 +104,7 @@ class KVClusterRouter(Router):
         """Locates the request's prefix, and counts the outcome."""
         prompt = prompts.find(request.args, request.kwargs)
         if request.metadata.multiplexed_model_id:
-            prompt = "adapter"  # the adapter's content hash is not known here, and its name does not tell it
+            prompt = "adapter"  # the adapter's content hash is not known here, and its name does not contain it
         if isinstance(prompt, str):
             self._counters.asked(prompt, 0)
             return PrefixLocation(LocateOutcome.NOTHING)

@@ -1,11 +1,11 @@
-"""The router's settings, which are the keys of `request_router_kwargs`. Unknown keys are refused by name.
-
-Builds the configuration of an application on Ray Serve, as values that Ray and vLLM check themselves.
+"""The settings of an application on Ray Serve: the router's, and functions that configure engines and deployment.
 
     LLMConfig(..., engine_kwargs={"kv_transfer_config": kv_transfer_config("coordinator:7070")},
               deployment_config={"request_router_config": request_router_config("coordinator:7070", model="llama")})
 
-Both are plain data, so that an application can be built on a machine that has neither a GPU nor vLLM.
+The router's settings are the keys of `request_router_kwargs`; unknown keys are refused by name. Both functions return
+plain data, which Ray and vLLM check themselves, so that an application can be built on a machine that has neither a GPU
+nor vLLM.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """`mode`: "on" prefers replicas; "observe" locates prefixes and counts where requests would have gone, and prefers
-    none; "off" asks nothing. `address`: the coordinator's "host:port". `model`: the model's name in the namespace.
-    `tokenizer`: the folder or name of the model's tokenizer; without it only prompts given as token ids are located.
-    `token_file`: a file that holds the credential. `weights`: the beginning of the weights id, if the cluster has
-    several for the model; "" takes those with the most cached blocks. `adapter`: content hash of a LoRA that all
+    """`mode`: "on" prefers replicas; "observe" locates prefixes and counts where requests would have been routed, and
+    prefers none; "off" asks nothing. `address`: the coordinator's "host:port". `model`: the model's name in the
+    namespace. `tokenizer`: the folder or name of the model's tokenizer; without it only prompts given as token ids are
+    located. `token_file`: a file that holds the credential. `weights`: the beginning of the weights id, if the cluster
+    has several for the model; "" takes those with the most cached blocks. `adapter`: content hash of a LoRA that all
     requests use; "" for none.
 
     `patience_ms`: the longest that a request waits for the coordinator, whether or not it runs. `text_ms`: the longest

@@ -1,9 +1,9 @@
 """All use of SGLang's own objects, which may differ between releases. Written against release 0.5.23.
 
-A *host pool* is SGLang's memory for pages of KV, `[2, ...]` for K and V or one latent tensor, in one of several
-layouts (layouts.py). The pool tells where a page is (`get_page_buffer_meta`: addresses and sizes); this module turns
-those into slices of one view of the pool's memory, so that an address outside it cannot be written. A pool of a class
-that is not listed here may order its bytes differently, and is refused.
+A *host pool* is SGLang's memory for pages of KV, `[2, ...]` for K and V or one latent tensor, in one of several layouts
+(layouts.py). The pool reports where a page is (`get_page_buffer_meta`: addresses and sizes); this module turns those
+into slices of one view of the pool's memory, so that an address outside it cannot be written. A pool of a class that is
+not listed here may order its bytes differently, and is refused.
 """
 
 from __future__ import annotations

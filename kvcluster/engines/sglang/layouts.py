@@ -1,4 +1,4 @@
-"""Maps SGLang's pages to pages of the cluster, for each layout of its host pool, and tells which part each rank holds.
+"""Maps SGLang's pages to pages of the cluster, for each layout of its host pool, and computes each rank's part.
 
 SGLang keeps K and V of a page apart, each as one run of bytes (in `layer_first` one run per layer). So each is a group
 of its own here, and its run is one page of the cluster without rearrangement: `[layers, 1, tokens, heads, dim]`, with
@@ -158,8 +158,8 @@ def _axes(pool: HostPool, heads: _Heads) -> _Axes:
 
 def _heads(pool: HostPool, rank: Rank, kv_heads: int) -> _Heads:
     """Returns the heads that this rank holds. If a model has fewer KV heads than there are ranks, several ranks hold
-    the same head, and the pool does not tell which. `kv_heads` tells it; if that is 0, a rank with a single head shares
-    only with the same rank of engines with equally many ranks."""
+    the same head, and the pool does not record which. `kv_heads` determines it; if that is 0, a rank with a single head
+    shares only with the same rank of engines with equally many ranks."""
     if pool.latent:
         return _Heads(1, 0, 1)
     mine, first = pool.heads, rank.tp_rank * pool.heads

@@ -38,8 +38,8 @@ class Connected:
 
 @dataclass(slots=True)
 class ClientCall:
-    """One call of SGLang: the client to use, and whether the coordinator answered. `failure` says why the coordinator
-    did not answer; otherwise None."""
+    """One call of SGLang: the client to use, and whether the coordinator answered. `failure` is the reason why the
+    coordinator did not answer; otherwise None."""
 
     client: Client
     namespace: NamespaceId
@@ -64,7 +64,7 @@ class LazyClient:
         self._policy = CallPolicy(patience_ns=0, failures=1, open_ns=retry_ms * 1_000_000, doublings=0)
         self._connected: Connected | None = None
         self._answers = False
-        self._told = ""  # the last failure
+        self._last_failure = ""
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="kvcluster-sglang-connect", daemon=True)
@@ -81,8 +81,8 @@ class LazyClient:
 
     @contextmanager
     def call(self) -> Iterator[ClientCall | None]:
-        """Wraps one call. Yields None if `connected` returns None, while another call probes whether the coordinator is
-        back, and while too many calls are in progress."""
+        """Wraps one call. Yields None if `connected` returns None, while another call probes whether the coordinator
+        answers again, and while too many calls are in progress."""
         with self._lock:
             connected = None if self._closed.is_set() else self._connected
             admitted = self._policy.ask(time.monotonic_ns()) if connected is not None else None
@@ -97,8 +97,8 @@ class LazyClient:
 
     def tell(self, what: str, *, trace: bool = False) -> None:
         """Logs a failure, but not the same one twice in a row: there may be hundreds of requests per second."""
-        if what != self._told:
-            self._told = what
+        if what != self._last_failure:
+            self._last_failure = what
             _log.warning("kvcluster: %s", what, exc_info=trace)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class LazyClient:
 
     def _found(self) -> None:
         if not self._answers:
-            self._answers, self._told = True, ""
+            self._answers, self._last_failure = True, ""
             _log.info("kvcluster: the cluster answers")
 
     def _run(self) -> None:

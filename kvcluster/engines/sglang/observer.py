@@ -2,8 +2,8 @@
 
 SGLang's calls become lines of a trace (observe/trace_file.py): a lookup, or a store that ends at once. Its page hashes
 are chained already, so they are noted as they are, cut. SGLang asks about a batch of pages at a time and stops at the
-first that is missing, so of a longer prompt only the first batch is known. It does not tell how fast it computes: give
-`--prefill` to the report. Nothing here raises at SGLang's threads.
+first that is missing, so of a longer prompt only the first batch is known. It does not report how fast it computes:
+give `--prefill` to the report. Nothing here raises at SGLang's threads.
 """
 
 from __future__ import annotations

@@ -8,19 +8,17 @@ as a flat tensor (`batch_get`, `batch_set`). Both are the same pages.
 SGLang's keys are chained SHA-256 digests in hexadecimal, rooted in what separates requests (adapter, salt). They are
 bound to the namespace here, so that a key of another model, dtype, layout or tenant matches nothing.
 
-The constructor and the registration raise for mistakes in the configuration, which stops the engine's start. After
-that only two things raise: `clear`, which must not report success falsely, and the methods of pools that were refused.
-Every other failure is logged and is a miss, and SGLang computes.
+The constructor and the registration raise for mistakes in the configuration, which stops the engine's start. After that
+only two things raise: `clear`, which must not report success falsely, and the methods of pools that were refused. Every
+other failure is logged and is a miss, and SGLang computes.
 
-Records how lossy the pages in one engine's host pool are, if they were loaded from the cluster.
-
-A page that was loaded after a lossy codec is in the host pool like any other, and KV that SGLang computes over it has
-the same loss. Both may be stored again and must then carry that loss, otherwise they would be taken for exact. SGLang
-passes the hashes before a page if it is configured to (`hicache_storage_pass_prefix_keys`); if it does not, any page
-may have been computed over the worst page that was ever loaded.
-
-The record belongs to the host pool and not to the storage backend, which may be detached and attached again over the
-same pages. Beyond MOST pages it drops the oldest, and then treats every unknown page as the worst of those dropped.
+`LossyPages` records the loss of the pages in one engine's host pool that were loaded from the cluster. A page that was
+loaded after a lossy codec is in the host pool like any other, and KV that SGLang computes over it has the same loss.
+Both may be stored again and must then carry that loss, otherwise they would be taken for exact. SGLang passes the
+hashes before a page if it is configured to (`hicache_storage_pass_prefix_keys`); if it does not, any page may have been
+computed over the worst page that was ever loaded. The record belongs to the host pool and not to the storage backend,
+which may be detached and attached again over the same pages. Beyond MOST pages it drops the oldest, and then treats
+every unknown page as the worst of those dropped.
 """
 
 from __future__ import annotations
@@ -140,7 +138,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self._lossy_pages = lossy_pages_of(mem_pool_host)
         settings = self._settings
         if settings.mode == "observe":
-            if self._rank.tp_rank == 0:  # all ranks are told of the same pages
+            if self._rank.tp_rank == 0:  # SGLang calls all ranks for the same pages
                 self._observer = StorageObserver(settings, layout.spec, layout.parts, compat.version(), _log.warning)
             return
 
@@ -181,8 +179,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
         """Loads pages into their slots of the host pool. Returns for each page whether it was loaded; pages behind a
         missing page count as missing, because a prefix cannot use them."""
-        came = self._guard("a load", 0, lambda call: self._load(call, keys, self._slots(keys, host_indices)))
-        return [number < came for number in range(len(keys))]
+        loaded = self._guard("a load", 0, lambda call: self._load(call, keys, self._slots(keys, host_indices)))
+        return [number < loaded for number in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
         """Stores pages from their slots of the host pool. Returns for each page whether it is in the cluster, or
@@ -221,8 +219,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             targets.extend(given)  # type: ignore[arg-type]
             return self._load(call, keys, self._flat(keys, given, writable=True))
 
-        came = self._guard("a load", 0, load)
-        return [targets[number] if number < came else None for number in range(len(keys))]
+        loaded = self._guard("a load", 0, load)
+        return [targets[number] if number < loaded else None for number in range(len(keys))]
 
     def set(self, key: str, value: object = None, target_location: object = None, target_sizes: object = None) -> bool:
         """Does `batch_set` for one page, which is `value`, or the tensor at `target_location` if that is None."""
@@ -311,11 +309,11 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 break
         return found
 
-    def _load(self, call: ClientCall, keys: Sequence[str], lie: Lie) -> int:
-        deadline, came = Deadline.after_ms(self._settings.client.deadline_ms), 0
+    def _load(self, call: ClientCall, keys: Sequence[str], memory_of: Lie) -> int:
+        deadline, done = Deadline.after_ms(self._settings.client.deadline_ms), 0
         for start, stop in _pieces(len(keys)):
             hashes = _hashes(call, keys[start:stop])
-            into = lie(start, stop)  # so that a caller's mistake shows even if no page is cached
+            into = memory_of(start, stop)  # so that a caller's mistake shows even if no page is cached
             # SGLang looks pages up before it loads them, and that lookup was counted.
             with call.client.prepare_load(hashes, again=True, deadline_ms=remaining_ms(deadline)) as ticket:
                 call.heard(ticket)
@@ -324,30 +322,30 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 loaded = call.client.begin_load(ticket, into, deadline_ms=remaining_ms(deadline)).result()
             # Record the loss before SGLang knows of these pages, and so before anything is computed over them.
             self._lossy_pages.add(keys[start : start + loaded.blocks], loaded.loss)
-            came += loaded.blocks
-            if came < stop:
+            done += loaded.blocks
+            if done < stop:
                 break
-        return came
+        return done
 
-    def _store(self, call: ClientCall, keys: Sequence[str], lie: Lie, prefix: Sequence[str] | None) -> bool:
+    def _store(self, call: ClientCall, keys: Sequence[str], memory_of: Lie, prefix: Sequence[str] | None) -> bool:
         deadline = Deadline.after_ms(self._settings.client.deadline_ms)
         for start, stop in _pieces(len(keys)):
             before = None if prefix is None else [*prefix, *keys[:start]]
             some = keys[start:stop]
-            # The hashes before these tell the cluster where the blocks belong in a sequence, for placement and
-            # eviction.
+            # From the hashes before these the cluster knows where the blocks belong in a sequence, for placement
+            # and eviction.
             known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_PROMPT else []
             loss = self._lossy_pages.worst(before, some)
             stored = call.client.begin_store(
                 _hashes(call, [*known, *some]),
-                lie(start, stop),
+                memory_of(start, stop),
                 first=len(known),
                 loss=loss,
                 deadline_ms=remaining_ms(deadline),
             ).result()
             self._lossy_pages.add(some, loss)
             there = stored.blocks + stored.deduplicated + stored.pending
-            call.answered = call.answered or there > 0  # a failed store does not tell whether the coordinator answers
+            call.answered = call.answered or there > 0  # a failed store does not show whether the coordinator answers
             if there < len(some):
                 if self._client is not None:
                     self._client.tell(f"only {there} of {len(some)} pages were stored: {stored.miss}")

@@ -1,9 +1,9 @@
-"""Attention of a transformers model that is computed by its cache, where the KV lies, and not from KV that the cache
-returns: a `Cache` alone has to return all of it.
+"""Attention of a transformers model, computed by its cache where the KV lies.
 
-A function is registered with transformers' AttentionInterface under NAME, and one with its AttentionMaskInterface: of a
-mask it returns the rule that the mask would follow (MaskRule), so none is ever made. While `attending` is open, the
-model's layers call that function; it asks the cache of this thread, which has just got the keys of the layer.
+A plain `Cache` has to return all KV to the model. Here a function is registered with transformers' AttentionInterface
+under NAME, and one with its AttentionMaskInterface: of a mask it returns the rule that the mask would follow
+(MaskRule), so no mask is ever made. While `attending` is open, the model's layers call the first function; it asks the
+cache of this thread, which has just got the keys of the layer.
 
 Whatever a layer asks for that is not computed here is refused by name. `check_attention` (sequence_cache.py) has each
 layer of a model ask before anything starts.
@@ -41,14 +41,14 @@ _PASSED_ON = (
     "token_type_ids",
     "use_cache",
 )
-"""Arguments that models hand on to attention and that change nothing here; the window is told by the mask. So do all
-others that are None or False."""
+"""Arguments that models hand on to attention and that change nothing here; the mask contains the window. All others
+that are None or False change nothing either."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRule:
-    """What a mask would say: each token sees the last `window` tokens up to itself, or all if it is None, but none of
-    the padding. `mask` is bool `[rows, columns]`, False for padding; None if there is no padding."""
+    """The rule of a mask: each token sees the last `window` tokens up to itself, or all if it is None, but none of the
+    padding. `mask` is bool `[rows, columns]`, False for padding; None if there is no padding."""
 
     window: int | None
     mask: Tensor | None
@@ -82,8 +82,8 @@ _replaced: dict[int, tuple[str | None, int]] = {}
 
 @contextmanager
 def attending(model: PreTrainedModel, cache: AttendingCache) -> Iterator[None]:
-    """Within it this cache computes the attention of the model in this thread, and hears of each forward pass. Other
-    threads may use the model at the same time only with caches of their own, in the same way."""
+    """Within the context this cache computes the attention of the model in this thread, and is notified of each forward
+    pass. Other threads may use the model at the same time only with caches of their own, in the same way."""
     config = text_config(model)
 
     def ended(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

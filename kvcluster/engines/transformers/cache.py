@@ -45,10 +45,10 @@ DEADLINE_MS: float = OTHER_MS
 class PrefixCache(DynamicCache):
     """A DynamicCache that holds the cached prefix of its prompts. Made by `from_inputs`; `save` stores the rest.
 
-    For each row of the inputs, `cached_tokens` is the number of its tokens that need not be computed, and `misses` says
-    why the cluster had no more: None if it had every full block. Rows of one batch continue from one column, so the row
-    with the shortest prefix (padding counted) decides for all. `losses` are the worst losses of the loaded prefixes,
-    and so of the KV that is computed over them.
+    For each row of the inputs, `cached_tokens` is the number of its tokens that need not be computed, and `misses`
+    holds the reason why the cluster had no more: None if it had every full block. Rows of one batch continue from one
+    column, so the row with the shortest prefix (padding counted) decides for all. `losses` are the worst losses of the
+    loaded prefixes, and so of the KV that is computed over them.
     """
 
     def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[PaddedPrompt], salt: bytes) -> None:
@@ -183,7 +183,7 @@ class PrefixCache(DynamicCache):
 
     def _rows(self) -> list[int]:
         """Returns the prompt's index for each row. `generate` repeats the rows of an empty cache without notice, so the
-        number of repeats comes from the tensors."""
+        number of repeats is derived from the tensors."""
         known = len(self._row_prompts)
         rows = planes(layers(self)[0])[0].shape[0] if self.get_seq_length() else known
         repeats, rest = divmod(rows, known)
@@ -330,7 +330,7 @@ def is_staged(device: torch.device, client: Client) -> bool:
 
 
 def new_plane(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Returns memory for one plane of a layer, where `like` lies."""
+    """Returns memory for one plane of a layer, on the device of `like`."""
     return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 

@@ -151,7 +151,7 @@ def prepared_inputs(
 
 
 _MAX_LENGTH = 20
-"""Tokens of a prompt and what is generated, unless an option says more."""
+"""Tokens of a prompt and what is generated, unless an option allows more."""
 
 
 class Generation:

@@ -71,7 +71,8 @@ def generate(
 
 
 def _planned(generation: Generation, input_ids: torch.Tensor, planner: AttendPlanner | None) -> AttendPlanner | None:
-    """Returns the planner of a generation with `offload`. Raises CallerError for what cannot be generated so."""
+    """Returns the planner of a generation with `offload`. Raises CallerError for arguments that `offload` does not
+    support."""
     if generation.option("output_attentions"):
         raise CallerError("generate() cannot take output_attentions with offload: attention weights are not kept")
     few = generation.most_tokens(input_ids.shape[-1]) <= FEW_TOKENS

@@ -1,5 +1,6 @@
-"""A transformers cache whose KV lies in sequences of the cluster, so that a context may be many times larger than this
-process's memory for it (docs/transformers.md).
+"""A transformers cache whose KV lies in sequences of the cluster (docs/transformers.md).
+
+A context may be many times larger than this process's memory for it.
 
     with SequenceCache.from_inputs(client, model, input_ids, attention_mask) as cache:
         cache.prefill(model, input_ids, attention_mask)
@@ -10,8 +11,8 @@ Each row of a batch is a `kvcluster.Sequence`: it begins with the cached prefix 
 stored in the background under their hashes, and what has left the resident set is borrowed or streamed while attention
 reads it. Padding has no KV. Rows that beam search repeats are forks, which share what they have in common.
 
-Has each layer of a model ask for attention once, before anything starts, so that a model whose attention cannot be
-computed over sequences is refused by name, and not in the middle of a generation.
+`check_attention` has each layer of a model ask for attention once, before anything starts, so that a model whose
+attention cannot be computed over sequences is refused by name, and not in the middle of a generation.
 """
 
 from __future__ import annotations
@@ -118,9 +119,9 @@ class SequenceCache(SteppedCache):
         """Opens a sequence for every row, which begins with its cached prefix; at least one token of each is left to
         compute. Rows continue from one column, so the row with the shortest prefix, padding counted, decides for all.
 
-        `input_ids` and `attention_mask` are as for PrefixCache.from_inputs. `policy` says what of the sequences stays
-        in the resident set, and how; `planner` what is attended to at its shards, by default nothing. `deadline_ms`
-        bounds this call, and each load of a later one. Requests share KV only under the same `salt`.
+        `input_ids` and `attention_mask` are as for PrefixCache.from_inputs. `policy` determines what of the sequences
+        stays in the resident set, and how; `planner` what is attended to at its shards, by default nothing.
+        `deadline_ms` bounds this call, and each load of a later one. Requests share KV only under the same `salt`.
 
         Raises CallerError, before anything moves, if the model, its inputs or the client's spec are not supported;
         Unreachable if the coordinator has never answered this client.
@@ -148,8 +149,8 @@ class SequenceCache(SteppedCache):
 
     @contextmanager
     def attending(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within it the model computes its attention with this cache, in this thread. A step that is not completed,
-        because of an error, is dropped."""
+        """Within the context the model computes its attention with this cache, in this thread. A step that is not
+        completed, because of an error, is dropped."""
         with attending(model, self):
             try:
                 yield
@@ -176,7 +177,7 @@ class SequenceCache(SteppedCache):
                 model(**prepared_inputs(model, self, input_ids, attention_mask, first, stop))
 
     def flush(self, *, deadline_ms: float = DEADLINE_MS) -> bool:
-        """Waits until all full blocks are stored and other workers find them. Returns False if the deadline comes
+        """Waits until all full blocks are stored and other workers find them. Returns False if the deadline passes
         first or a store has failed."""
         deadline = Deadline.after_ms(deadline_ms)
         return all(sequence.flush(deadline_ms=remaining_ms(deadline)) for sequence, _ in self._rows)

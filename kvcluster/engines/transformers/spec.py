@@ -1,9 +1,9 @@
 """The KVSpec of a transformers model: what must match for its KV to be reusable.
 
 Layers, heads, dim and dtype come from the config and are checked against one token's real KV, because configs do not
-always tell them (some models share one KV head through an attribute of their own). `weights` is a digest of the weights
-themselves, so that a model trained further under its old name is another model; `rope` is the rotary settings as
-text; `extra` holds a digest of every other setting that may change KV, such as a norm's epsilon, and one of the
+always state them (some models share one KV head through an attribute of their own). `weights` is a digest of the
+weights themselves, so that a model trained further under its old name is another model; `rope` is the rotary settings
+as text; `extra` holds a digest of every other setting that may change KV, such as a norm's epsilon, and one of the
 buffers that the model has computed, such as its rotary frequencies, which lose bits when a model is cast. The attention
 implementation is left out: implementations differ only by float rounding, as batch sizes do.
 """

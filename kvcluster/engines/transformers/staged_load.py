@@ -58,7 +58,7 @@ class _PinnedChunk:
 
 def load_staged(client: Client, ticket: Ticket, device: torch.device, place: Place, deadline: Deadline) -> Loaded:
     """Loads the blocks of a ticket of `client`, and calls `place` with each chunk in order. Returns the outcome of all
-    chunks together when the device has them: its `blocks` have been placed, and `miss` says why no more.
+    chunks together when the device has them: its `blocks` have been placed, and `miss` is the reason why no more.
 
     The client's spec has one group of planes of one shape. What fails in the cluster is a miss; what `place` raises is
     raised.

@@ -28,7 +28,7 @@ of blocks that the request waits for (`awaited` of prepare_load)."""
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """The result of a lookup. Without a ticket there is nothing to load, and `miss` says why."""
+    """The result of a lookup. Without a ticket there is nothing to load, and `miss` is the reason."""
 
     hashes: Sequence[BlockHash] = ()
     ticket: Ticket | None = None

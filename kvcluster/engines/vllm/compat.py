@@ -45,7 +45,7 @@ class Layout:
     byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
     `groups[i].layers`; `dims` are the dimensions of K and of V of one head. `kernels` names what computes KV on a GPU,
     as (name, value), since the bits depend on it; it is empty on a CPU, whose kernels stand in `formats`.
-    `zeroes_blocks`: the engine writes new blocks before it tells its workers' connectors of the step."""
+    `zeroes_blocks`: the engine writes new blocks before it passes the step to its workers' connectors."""
 
     block_tokens: int
     groups: tuple[Group, ...]
@@ -58,8 +58,8 @@ class Layout:
 
     @property
     def may_fail_in_part(self) -> bool:
-        """Whether the engine can continue from a load of which only the first blocks came. With several block tables it
-        cannot: it rolls back the whole request, and only if the load is not within a forward pass."""
+        """Whether the engine can continue from a load of which only the first blocks arrived. With several block tables
+        it cannot: it rolls back the whole request, and only if the load is not within a forward pass."""
         return len(self.groups) == 1 and self.groups[0].reuse == PREFIX
 
 
@@ -179,7 +179,7 @@ def extra_keys(request: Any, block_tokens: int, first: int, stop: int, engine: b
 
     The engine names such input by a text that may be a `uuid` of the caller's, a hash of that `uuid`, or a count of one
     process, and nothing in the request distinguishes these from a hash of the content. The engine's own caches go by
-    the same name, so the content itself does not tell either which KV was computed. So each key contains `engine`,
+    the same name, so a hash of the content would not identify the computed KV either. So each key contains `engine`,
     random bytes of this one engine: no other engine, and not this one after a restart, finds these blocks or any block
     behind them.
     """

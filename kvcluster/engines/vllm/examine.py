@@ -33,7 +33,8 @@ from kvcluster.errors import ConfigError, KVClusterError
 SERVED, REFUSED, UNKNOWN, UNUSED = "served", "refused", "unknown", "not used"
 
 _RUN, _FITS = ("0.32",), ("0.33",)
-"""Releases whose engines are run by the tests, and those whose interface alone is held against ours (docs/vllm.md)."""
+"""Releases whose engines are run by the tests, and those of which only the interface is checked against ours
+(docs/vllm.md)."""
 
 _OBSERVING = {
     "kv_connector": "KVClusterConnector",
@@ -48,7 +49,7 @@ def examine(
     model: str, transfer: Mapping[str, Any] | None, arguments: Sequence[str], *, read_weights: bool
 ) -> dict[str, Any]:
     """Returns the findings as plain values. `features` are rows of (feature, state, detail); `refused` are the reasons
-    why this engine is not served, [] if it is; `unknown` is what only its start will tell."""
+    why this engine is not served, [] if it is; `unknown` is what is known only once it has started."""
     found: dict[str, Any] = {"releases": _releases(), "features": [], "refused": [], "unknown": []}
     found |= {"settings": None, "model": None, "layout": None, "identity": None}
     given = dict(transfer if transfer is not None else _OBSERVING)
@@ -131,7 +132,7 @@ def _model(config: Any) -> dict[str, Any]:
 
 
 def _identity(config: Any, chosen: ConnectorSettings, *, read: bool) -> dict[str, Any]:
-    """Returns the weights' fingerprint and where it comes from; None for one that is not known without reading."""
+    """Returns the weights' fingerprint and its source; None for one that is not known without reading the weights."""
     if chosen.weights:
         return {"weights": chosen.weights, "how": "given in kv_connector_extra_config", "bytes": None}
     try:

@@ -3,7 +3,7 @@
 vLLM passes a layer's cache as `[blocks, heads, tokens, dim of K + dim of V]`, however its kernels use those bytes. On a
 GPU the last dimension is K, then V, of one token. On a CPU it is not: a head of a block is a K half and a V half, and
 each kernel orders the halves in its own way. "vec" and "vec16" keep K transposed, which strides can express; "amx" and
-the BFMMLA form of "neon" pack both into tiles, which strides cannot express, and a kernel's name does not say which
+the BFMMLA form of "neon" pack both into tiles, which strides cannot express, and a kernel's name does not reveal which
 form a processor gets. So a test runs the kernel: it writes known numbers into one block. If the strided views of
 `Paged.vllm_cpu` do not read them back, the block's bytes are opaque: they are moved and verified like all others, never
 encoded, and shared only among engines whose kernel writes every number to the same place.

@@ -52,7 +52,7 @@ class PrefixMatcher:
         ticket = self._look_up(request, now)
         if ticket is None:
             return (0 if request.lookup is None else None), False
-        if self._comes_more(request, ticket, now):
+        if self._should_wait(request, ticket, now):
             request.end_lookup()
             return None, False
         tokens = ticket.blocks * self._layout.block_tokens - request.local_tokens
@@ -85,11 +85,11 @@ class PrefixMatcher:
             request.chain = list(answer.hashes)
         return answer.ticket
 
-    def _comes_more(self, request: RequestState, ticket: Ticket, now: int) -> bool:
+    def _should_wait(self, request: RequestState, ticket: Ticket, now: int) -> bool:
         """Whether the request should wait and look up again, because more blocks are being stored: another server has
-        promised them, or another client is storing the next block now, which usually more of the same prompt follow.
-        The coordinator does not count such a lookup; so the last one, when the request has waited for long enough, says
-        that it is the last, and takes what there is."""
+        promised them, or another client is storing the next block now, and usually stores more of the same prompt
+        behind it. The coordinator does not count such a lookup. Once the request has waited for long enough, its last
+        lookup is marked as the last, so it is counted, and what it finds is loaded."""
         if request.is_last_lookup:
             return False
         if ticket.blocks < self._promised(request):

@@ -7,7 +7,7 @@ thread hashes them.
 
 Hashes are rooted in the salt and adapter of the request, as in a cluster, but not in the namespace, since reading the
 weights for it takes a while: the report compares the headers instead. Adapters are told apart by their paths here.
-Nothing in this module may raise at the engine: a mistake ends the observing, and is told once.
+Nothing in this module may raise at the engine: a mistake ends the observing, and is logged once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ROOT = NamespaceId(hashlib.sha256(b"kvcluster-observe-v1").digest())
 
 def observer(settings: ConnectorSettings, config: Any, kv: Any, log: Log) -> IdleScheduler:
     """Returns the side for a VllmConfig and a KVCacheConfig, and begins its trace. An engine that kvcluster does not
-    serve is not observed: its trace says why."""
+    serve is not observed: its trace contains the reason."""
     name, facts = process_name(), {"vllm": compat.release(), "device": compat.device()}
     header = TraceHeader(os.urandom(8).hex(), name, facts=facts)
     try:
@@ -85,7 +85,7 @@ def _fingerprint(config: Any, writer: TraceWriter, log: Log) -> None:
 
 
 class UnservedScheduler(IdleScheduler):
-    """The side of an engine that is not served: its trace says so, and nothing else."""
+    """The side of an engine that is not served: its trace contains the reason, and nothing else."""
 
     def __init__(self, writer: TraceWriter) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class ObservingScheduler(IdleScheduler):
         return False, None
 
     def reset(self, *, ready: bool = False) -> None:
-        """The weights may have changed in memory: what follows shares nothing with what came before."""
+        """The weights may have changed in memory: later blocks share nothing with earlier ones."""
         self._private_salt = os.urandom(16)
         self._requests.clear()
         self._prefilling.clear()

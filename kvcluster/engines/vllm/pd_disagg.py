@@ -1,10 +1,10 @@
 """Prefill/decode disaggregation: what the prefill server puts into its answer, and what the decode server waits for.
 
 A proxy sends the request to the prefill server with `{"do_remote_decode": true}` in `kv_transfer_params` and
-`max_tokens` 1. That server answers when the prompt's blocks are committed, or after a bounded time, and tells how many
-were stored. The proxy passes these parameters to the decode server, which loads the blocks by their content like any
-others: it does not need the prefill server's address, nor that it still runs. The promised number only tells the decode
-server to wait a short time if it finds fewer blocks.
+`max_tokens` 1. That server answers when the prompt's blocks are committed, or after a bounded time, and reports how
+many were stored. The proxy passes these parameters to the decode server, which loads the blocks by their content like
+any others: it does not need the prefill server's address, nor that it still runs. The promised number only makes the
+decode server wait a short time if it finds fewer blocks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ def promise(chain: list[BlockHash], blocks: int) -> dict[str, Any]:
 
 def promised(params: Mapping[str, Any]) -> int:
     """Returns the number of leading blocks that another server has promised; 0 if there is no valid promise."""
-    told = params.get("kvcluster")
-    blocks = told.get("blocks") if isinstance(told, Mapping) and params.get("do_remote_prefill") else 0
+    given = params.get("kvcluster")
+    blocks = given.get("blocks") if isinstance(given, Mapping) and params.get("do_remote_prefill") else 0
     return blocks if type(blocks) is int and 0 <= blocks <= limits.BLOCKS_PER_PROMPT else 0

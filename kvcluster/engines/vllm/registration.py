@@ -7,11 +7,10 @@ unknown: from then on the engine caches under a random weights id that no other 
 the weights (`kvcluster weights set`) or the engine restarts. The engine registers periodically, so that operators see
 it and it receives that name.
 
-The KV that an engine will keep, before it is started, as far as its configuration tells.
-
-An engine learns this from its layers, which exist only after the weights are loaded. Here layers are made up from the
-model's settings as core/model_config.py understands them, with heads and sizes from vLLM, and vLLM itself groups them.
-What the settings do not tell, such as the KV of a draft model, is known only when the engine starts.
+`planned_kv` predicts the KV of an engine that has not been started. An engine knows it from its layers, which exist
+only after the weights are loaded. So layers are made up from the model's settings as core/model_config.py understands
+them, with heads and sizes from vLLM, and vLLM itself groups them. What the settings do not contain, such as the KV of a
+draft model, is known only when the engine starts.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ _PAUSE_S = 1.0
 
 def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fingerprint: str) -> KVSpec:
     """Returns the spec of an engine without an adapter. Raises SpecError for weights that are not pinned."""
-    told = compat.settings_of_model(config)
-    rope = told["config"].pop("rope_parameters", None)
+    found = compat.settings_of_model(config)
+    rope = found["config"].pop("rope_parameters", None)
     extra = [
-        ("config", settings_digest(told)),
+        ("config", settings_digest(found)),
         ("engine", f"vllm-{compat.version()}"),
     ]
     isas = dict.fromkeys(of_group.isa for of_group in layout.formats if of_group.isa)
@@ -84,8 +83,8 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
 class Registration:
     """One process's client, as soon as it is connected. Constructed idle; `start` begins to connect.
 
-    `client` and `spec` are set together; until then `why` says what is missing. `whole` means that this object acts for
-    the whole engine and not for one rank, so it is the one that registers.
+    `client` and `spec` are set together; until then `why` names what is missing. `whole` means that this object acts
+    for the whole engine and not for one rank, so it is the one that registers.
     """
 
     def __init__(
@@ -160,7 +159,7 @@ class Registration:
             self.log(f"neither loads nor stores: {self.why}")
 
     def _attend(self) -> None:
-        """Registers periodically until the client is gone or this object is closed."""
+        """Registers periodically until the client is dropped or this object is closed."""
         while (client := self.client) is not None and not self._stop.is_set():
             if self._whole:
                 self._register(client)
@@ -173,14 +172,14 @@ class Registration:
         with self._changed:
             info = self._info(client.spec)
         try:
-            told = client.register(info)
+            answer = client.register(info)
         except (Unavailable, KVClusterError):  # loads and stores work without it
             return
         with self._changed:
-            if told.weights and self._private and self._withdrawn == info.withdrawn:
-                self.log(f"an operator has named the weights {told.weights}; caching under them from now on")
+            if answer.weights and self._private and self._withdrawn == info.withdrawn:
+                self.log(f"an operator has named the weights {answer.weights}; caching under them from now on")
                 self._private = False
-                self.use(told.weights)
+                self.use(answer.weights)
 
     def _info(self, spec: KVSpec) -> EngineInfo:
         return EngineInfo(
@@ -214,15 +213,15 @@ class Registration:
             store_wait_ms=_STORE_WAIT_MS,
             store_niceness=_STORE_NICENESS,
         )
-        told = ""
+        logged = ""
         while not self._stop.is_set() and self._wanted == wanted:
             try:
                 client = connect(settings.address, spec, token=settings.token, part=self._parts, config=client_config)
             except Unreachable as error:
                 self.why = str(error)
-                if told != self.why:
+                if logged != self.why:
                     self.log(f"computing everything until the cluster answers: {error}")
-                    told = self.why
+                    logged = self.why
                 self._stop.wait(_PAUSE_S)
                 continue
             if self._parts is not None:  # the scheduler's side talks only to the coordinator
@@ -300,7 +299,7 @@ _AMPLE = 2**50
 
 def planned_kv(config: Any, memory: int = _AMPLE) -> Any:
     """Returns a KVCacheConfig for a VllmConfig: groups of layers, and blocks for so many bytes of memory. Raises
-    ConfigError, naming the setting, if the model's settings do not tell."""
+    ConfigError, naming the setting, if the model's settings do not determine them."""
     if config.cache_config.kv_cache_layout is None:  # an engine asks its kernels; for sizes and groups any will do
         config.cache_config.kv_cache_layout = "LBHNC"
     made = _plan(config, [layer_specs(config)], [memory])[0]

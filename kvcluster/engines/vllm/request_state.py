@@ -1,9 +1,8 @@
 """One request of an engine as the scheduler's side knows it: its hash chain, its block table and its outcome.
 
-Loads that at least one rank has not ended: which requests they are for, and which blocks they fill.
-
-A load may outlive its request. The blocks of a load within a forward pass are *in doubt*: what is computed over them is
-wrong if they do not arrive. So this module also keeps the block tables of requests that ended over such blocks.
+`LoadsInFlight` holds the loads that at least one rank has not ended: which requests they are for, and which blocks they
+fill. A load may outlive its request. The blocks of a load within a forward pass are *in doubt*: what is computed over
+them is wrong if they do not arrive. So it also keeps the block tables of requests that ended over such blocks.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from kvcluster.transfers.long_chains import Prompt
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """`chain` are hashes of the request's leading blocks; the workers know the first `told` of them. `table` holds the
-    engine's block numbers, one list per group, as the engine reported them; an entry that a sliding window has left
-    behind may belong to another request by now. Blocks before `stored` are in the cluster or being stored. `orders` are
-    stores whose source is still read. A request that is `private` stores nothing more. `engine` are random bytes of
-    this engine, which are in the hashes of blocks that no other engine may share."""
+    """`chain` are hashes of the request's leading blocks; the first `told` of them have been sent to the workers.
+    `table` holds the engine's block numbers, one list per group, as the engine reported them; an entry that a sliding
+    window has left behind may belong to another request by now. Blocks before `stored` are in the cluster or being
+    stored. `orders` are stores whose source is still read. A request that is `private` stores nothing more. `engine`
+    are random bytes of this engine, which are in the hashes of blocks that no other engine may share."""
 
     of_engine: Any
     client: Client
@@ -92,7 +91,7 @@ class RequestState:
         return compat.shared_tokens(self.of_engine) // self.block_tokens
 
     def note(self, one: compat.Scheduled) -> None:
-        """Records what the engine's step says about the request."""
+        """Records what the engine has scheduled for the request in a step."""
         prompt = self.of_engine.num_prompt_tokens
         self.computed_tokens += max(0, min(prompt, one.computed + one.tokens) - one.computed)
         if one.new_blocks is None:
@@ -125,10 +124,10 @@ class RequestState:
         self.stored = 0  # stores that lost their source were cancelled
         self.load_failed = self.private
 
-    def loaded(self, came: int, nbytes: int, loss: Loss) -> None:
-        """Records that the load has ended, and that the leading `came` blocks have their KV."""
+    def loaded(self, arrived: int, nbytes: int, loss: Loss) -> None:
+        """Records that the load has ended, and that the leading `arrived` blocks have their KV."""
         assert self.loading is not None
-        tokens = (came - self.loading.first) * self.block_tokens
+        tokens = (arrived - self.loading.first) * self.block_tokens
         self.loading = None
         self.loaded_tokens += tokens
         self.loaded_bytes += nbytes
@@ -150,8 +149,8 @@ class RequestState:
         return range(first, stop)
 
     def tokens(self, which: range) -> tuple[int, ...]:
-        """Returns the token ids of these blocks if the cluster wants them, otherwise (). The tokens of blocks that no
-        other engine can find are of no use to subscribers of events."""
+        """Returns the token ids of these blocks if the cluster wants them, otherwise (). Subscribers of events have no
+        use for the tokens of blocks that no other engine can find."""
         if not self.client.wants_tokens or which.stop > self.shared_blocks:
             return ()
         return tuple(self.of_engine.all_token_ids[which.start * self.block_tokens : which.stop * self.block_tokens])

@@ -79,7 +79,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
         self._in_flight = LoadsInFlight(engine.ranks)
-        self._gone: list[str] = []
+        self._ended: list[str] = []
         self._held: list[str] = []
         self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
         self._step = 0
@@ -124,7 +124,8 @@ class SchedulerSide:
 
     def _request(self, of_engine: Any) -> RequestState | None:
         """Returns the state of a request; None if it neither loads nor stores. A request that starts before its
-        adapter's hash or the cluster is known stays without them, so that all its blocks belong to one namespace."""
+        adapter's hash or the cluster is known runs without the cluster to its end, so that all its blocks belong to one
+        namespace."""
         known, client = self._requests.get(of_engine.request_id), self._registration.client
         if known is not None:
             if known.client is not client:  # its hashes are of another namespace than the engine's current one
@@ -189,7 +190,7 @@ class SchedulerSide:
         written = [*loaded_into, *self._computed_into(scheduled), *compat.copied_into(output)]
         client = self._registration.client
         chains, stores, handed_over = self._store_orders(scheduled, client)
-        gone, self._gone = tuple(self._gone), []
+        ended, self._ended = tuple(self._ended), []
         held, self._held = tuple(self._held), []
         return Step(
             number=self._step,
@@ -198,7 +199,7 @@ class SchedulerSide:
             loads=loads,
             stores=tuple(stores),
             written=tuple(block for block in written if block != compat.NULL_BLOCK),
-            gone=gone,
+            gone=ended,
             held=held,
             handed_over=tuple(handed_over),
         )
@@ -264,20 +265,20 @@ class SchedulerSide:
         self._matcher.bandwidth.record(load.nbytes // self._ranks, load.took_ns, now)
         self.stats.loaded(load)
         wanted = order.first + len(order.into[0])
-        came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
+        arrived = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
         if load.loss > Loss.EXACT:
-            self._planner.lossy.add(hashes[: came - order.first], load.loss)
-        if came < wanted and order.layerwise:
-            self._distrust(order, set(order.into[0][came - order.first :]))
+            self._planner.lossy.add(hashes[: arrived - order.first], load.loss)
+        if arrived < wanted and order.layerwise:
+            self._distrust(order, set(order.into[0][arrived - order.first :]))
         request = self._requests.get(name)
         if request is None or request.loading is not order:
             return
-        request.loaded(came, load.nbytes, load.loss)
+        request.loaded(arrived, load.nbytes, load.loss)
         request.end_lookup()
-        if came < wanted:
+        if arrived < wanted:
             request.load_failed = True
             request.miss = load.miss
-            request.stored = min(request.stored, came)
+            request.stored = min(request.stored, arrived)
 
     def _distrust(self, failed: LoadOrder, blocks: set[int]) -> None:
         """Handles blocks that a layerwise load did not fill: the request that failed to load them computes them. Other
@@ -304,7 +305,7 @@ class SchedulerSide:
         if request is None:
             return False, None
         request.end_lookup()
-        self._gone.append(name)
+        self._ended.append(name)
         if request.has(self._in_flight.in_doubt()):
             self._in_flight.ended_tables.append(request.table[0])
         # The engine itself keeps the blocks of a load in progress.
@@ -316,14 +317,14 @@ class SchedulerSide:
 
     def _answer(self, request: RequestState) -> dict[str, Any] | None:
         """Returns the `kv_transfer_params` of a request's answer; None if it has none."""
-        told = {"kvcluster": request.report()} if self._settings.report else None
+        report = {"kvcluster": request.report()} if self._settings.report else None
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
-            return told
+            return report
         blocks = min(request.stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)
         blocks = 0 if request.private else min(blocks, len(request.chain), request.shared_blocks)
         promise = handover.promise(request.chain, blocks)
-        if told is not None:
-            promise["kvcluster"] |= told["kvcluster"]
+        if report is not None:
+            promise["kvcluster"] |= report["kvcluster"]
         return promise
 
     def _lose_blocks(self, request: RequestState) -> None:

@@ -29,14 +29,13 @@ class ConnectorSettings:
     are computed. `layerwise_ms`: loads that are expected to take at most this long run within the forward pass, layer
     by layer; others run beside it. `lookup_ms`: the longest that a request waits for its lookup. `load_ms`: the
     deadline of a load. `store_ms`: the deadline of a store. `hold_ms`: the longest that the blocks of a finished
-    request are kept for their stores; from a GPU, while the engine has blocks to spare, the longest without one of them
-    being read. `handover_ms`: in prefill/decode disaggregation, the longest that the prefill
-    server's answer waits until its blocks are committed, and that the decode server waits until it finds them.
-    `staging_bytes`: for KV on a GPU, the GPU's memory through which it is loaded and stored, half of it for either, and
-    three quarters as much pinned memory; of each rank. `share_across_devices`: KV is shared with engines on other GPUs,
-    and by other attention backends, whose bits may differ.
-    `report`: every answer says in `kv_transfer_params` what was loaded for it, and why no more. `transports`, `accept`:
-    as in the client's own configuration.
+    request are kept for their stores; from a GPU, while the engine has blocks to spare, the longest time in which none
+    of them is read. `handover_ms`: in prefill/decode disaggregation, the longest that the prefill server's answer waits
+    until its blocks are committed, and that the decode server waits until it finds them. `staging_bytes`: for KV on a
+    GPU, the GPU's memory through which each rank loads and stores, half of it for either; each rank also takes three
+    quarters as much pinned memory. `share_across_devices`: KV is shared with engines on other GPUs, and by other
+    attention backends, whose bits may differ. `report`: every answer contains in `kv_transfer_params` what was loaded
+    for it, and why no more. `transports`, `accept`: as in the client's own configuration.
     """
 
     mode: str = "on"

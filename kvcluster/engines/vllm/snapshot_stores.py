@@ -3,9 +3,10 @@
 `begun`, on the model's thread, enqueues a snapshot of each block behind the work that fills it (device/snapshots.py);
 then the engine may do with the block what it likes. A thread of ours waits until the pages have arrived in pinned
 memory, and stores them. Blocks that find no slot free wait, in the order of their chains, while their request owns them
-or the engine keeps them for it: as slots become free, our thread takes snapshots of them beside the engine's work. A
-step that writes one of them first drops it, and what comes behind it in its order; if it writes one whose snapshot is
-being taken beside it, its stream waits for that. The model's thread never waits for the device.
+or the engine keeps them for it: as slots become free, our thread takes snapshots of them beside the engine's work.
+Before a step writes one of them, that block and those behind it in its order are dropped; if a step writes a block
+whose snapshot is being taken beside it, the step's stream waits for the snapshot. The model's thread never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ _PAUSE_S = 0.0005
 """Between two looks at snapshots and stores under way."""
 
 _AT_ONCE = 1
-"""Stores under way: what arrives meanwhile is stored together, as far as it is of one chain. A client carries out one
-after another, and what it and the cluster do for a store takes as long as copying some 10 MiB."""
+"""Stores under way: blocks of one chain that arrive meanwhile are stored together. A client carries out one store after
+another, and the fixed work for a store takes as long as copying some 10 MiB."""
 
 _AGAIN_S = 10.0
 """From a refusal of memory to the next try."""
 
 _CLOSE_S = 5.0
-"""The longest that `close` waits for a device that answers no more."""
+"""The longest that `close` waits for a device that no longer answers."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     """An order, of which blocks `next` to `stop` are still to be taken, counted in the order. They are filled behind
-    the event `filled`; None if the model's thread alone can say so yet."""
+    the event `filled`; None if only the model's thread can determine that yet."""
 
     order: StoreOrder
     hashes: Sequence[BlockHash]
@@ -93,7 +94,7 @@ class _Piece(NamedTuple):
         return order.tokens[self.first * step : self.stop * step]
 
     def continues(self, before: _Piece) -> bool:
-        """Whether one store may be of both: these are the next blocks of the same chain."""
+        """Whether one store can take both: these are the next blocks of the same chain."""
         mine, other, at = self.of, before.of, self.block
         return (
             at == before.block + before.stop - before.first
@@ -166,7 +167,7 @@ class SnapshotStores:
             self._try(partial(self._keep_behind, blocks) if self._may_beside else self._take)
 
     def _keep_behind(self, blocks: set[int]) -> None:
-        """Has the engine's work from now on come after snapshots of these blocks that are taken beside it."""
+        """Makes the engine's work from now on wait for snapshots of these blocks that are being taken beside it."""
         read = [event for of_one, event in self._beside if not blocks.isdisjoint(of_one)]
         if read:  # all are taken on one stream: the last is behind the others
             device = self._snapshots.device
@@ -183,14 +184,15 @@ class SnapshotStores:
                 self._waiting.append(_Waiting(order, hashes, client, len(order.source[0])))
 
     def begun(self) -> None:
-        """As Stores: enqueues what there is room for, and says from when on the rest may be taken beside the engine's
+        """As Stores: enqueues what there is room for, and sets from when on the rest may be taken beside the engine's
         work."""
         if self._waiting:
             with self._lock:
                 self._try(self._take)
 
     def _take(self) -> None:
-        """Leaves all to our thread if that has not caught up: what waits is taken in its order."""
+        """Enqueues snapshots of what waits. If our thread has not caught up, leaves all to it, so that the order is
+        kept."""
         behind = any(one.filled is not None for one in self._waiting)
         while not behind and self._ready.is_set() and self._take_one(self._waiting, self._snapshots.take):
             """There may be room for another."""
@@ -287,12 +289,12 @@ class SnapshotStores:
         return True
 
     def _forget_ended(self) -> None:
-        """Orders of which nothing waits do not read blocks any more."""
+        """Removes the orders of which no block waits, and reports that they no longer read blocks."""
         self._report.drained.update(one.order.number for one in self._waiting if not one.left)
         self._waiting = [one for one in self._waiting if one.left]
 
     def _drop(self, one: _Waiting, stop: int) -> None:
-        """Blocks of an order from `stop` on are not taken any more."""
+        """Drops the blocks of an order from `stop` on."""
         self._report.dropped += one.left
         one.stop = stop
 
@@ -354,7 +356,7 @@ class SnapshotStores:
                     return
 
     def _take_one_beside(self) -> bool:
-        """Takes one of what a step has filled that has ended by now."""
+        """Takes one snapshot of blocks whose step has ended by now."""
         filled = next((one.filled for one in self._waiting), None)
         if filled is None or not self._snapshots.device.done(filled):
             return False
@@ -367,7 +369,7 @@ class SnapshotStores:
         return snapshot
 
     def _settle(self) -> None:
-        """Counts the stores that have ended, and gives back the slots of which nothing is left."""
+        """Counts the stores that have ended, and frees the slots of which nothing is left to store."""
         if self._ending:
             for store in self._stores:
                 store.transfer.cancel()
@@ -378,7 +380,7 @@ class SnapshotStores:
             self._read(store.reads)
 
     def _read(self, snapshots: Sequence[_UnderWay]) -> None:
-        """A piece of each of these is read no more."""
+        """Records that one piece of each of these is no longer read."""
         for one in snapshots:
             one.left -= 1
             if not one.left:

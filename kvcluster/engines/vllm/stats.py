@@ -1,16 +1,13 @@
-"""The connector's counts, as plain values for vLLM's logger and Prometheus endpoint.
+"""The connector's counts, in vLLM's log and Prometheus endpoint as `kvcluster:<name>_total`; and the prefill rate.
 
 Loads count bytes that were verified and written into the engine, unlike the engine's own counters of external hits,
 which count what a lookup promised.
 
-The connector's counts in vLLM's log and at its Prometheus endpoint, as `kvcluster:<name>_total`.
-
-Measures how fast this engine computes prompts, from its own steps, to decide whether a load is faster.
-
-A step takes some time whatever it computes (weights are read, kernels are launched), which no load saves: the tokens
-that are left are computed in a step, too. So what the shortest of the last small steps took is left out, and the rest
-is attributed to the tokens of large ones. A step counts if no load delayed it. The weight of each large step falls by a
-fifth with every later one. This module reads no clock: `now` is an argument.
+`PrefillRate` measures how fast this engine computes prompts, from its own steps, to decide whether a load is faster. A
+step takes some time whatever it computes (weights are read, kernels are launched). No load saves that time, since the
+tokens that are not loaded are computed in a step, too. So the time of the shortest of the last small steps is
+subtracted, and the rest is attributed to the tokens of large steps. A step counts if no load delayed it. The weight of
+each large step falls by a fifth with every later one. This module reads no clock: `now` is an argument.
 """
 
 from __future__ import annotations
@@ -72,8 +69,8 @@ class TransferStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        told = {name: self.data[name] for name in DESCRIBED if name in self.data}
-        return {name: round(count, 3) if isinstance(count, float) else count for name, count in told.items()}
+        counts = {name: self.data[name] for name in DESCRIBED if name in self.data}
+        return {name: round(count, 3) if isinstance(count, float) else count for name, count in counts.items()}
 
     def is_empty(self) -> bool:
         return not self.data

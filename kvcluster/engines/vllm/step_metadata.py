@@ -1,7 +1,7 @@
 """The messages between the two sides of the connector, sent with each step. Plain values, pickled between processes.
 
 The scheduler's side sends orders: a `Step` goes to every worker with each engine step. The workers' side sends reports:
-a `StepReport` from every rank comes back with the step's output, and all are merged into one. Neither side knows the
+a `StepReport` from every rank returns with the step's output, and all are merged into one. Neither side knows the
 other's state except through these messages, so a rank that is slow, or whose client is not connected yet, only shows as
 a failed load in a report.
 """
@@ -77,8 +77,8 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """How a load ended: the first `blocks` of its ticket have their KV, those before `first` included, and `nbytes` of
-    KV were verified and written in `took_ns`. `miss` says why no more arrived. The report covers `ranks` ranks: each
-    rank may end a load beside the forward passes in a different step."""
+    KV were verified and written in `took_ns`. `miss` is the reason why no more arrived. The report covers `ranks`
+    ranks: each rank may end a load beside the forward passes in a different step."""
 
     blocks: int
     nbytes: int
@@ -106,7 +106,7 @@ class StepReport:
     `drained` counts for each store order the ranks that no longer read its source. `stored` and `store_bytes` are pages
     that this engine stored and that became READY, and the bytes transferred for them. `dropped` counts stores that were
     cancelled because their source was given to a new owner; `store_misses` counts the reasons of other failed stores.
-    `off` says why the rank can load and store nothing any more; "" while it can.
+    `off` is the reason why the rank can load and store nothing any more; "" while it can.
     """
 
     step: int = 0
@@ -133,7 +133,7 @@ class StepReport:
         self.add_stores(other)
 
     def add_stores(self, other: StepReport) -> None:
-        """Adds what another report says of stores."""
+        """Adds another report's counts of stores."""
         self.drained += other.drained
         self.stored += other.stored
         self.store_bytes += other.store_bytes

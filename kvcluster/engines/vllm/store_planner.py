@@ -1,7 +1,7 @@
 """Which blocks of a request are stored after a step, with which loss, and which of these stores still read them.
 
 A block is stored once the step that fills it has run over KV that is known to be good (scheduler.py has the rule); it
-has at least the loss of the blocks that it was computed over. The engine's own cache hits do not tell that loss, so
+has at least the loss of the blocks that it was computed over. The engine's own cache hits do not carry that loss, so
 the worst loss of the blocks that were loaded with one is kept by block hash, for the most recently used blocks: a
 multiple of the engine's number of blocks. A store is *drained* on a rank that no longer reads the engine's own blocks
 for it.

@@ -26,14 +26,14 @@ _GRACE_NS = 5_000_000
 
 
 class Stores(Protocol):
-    """The stores of one rank. Every method is called on the thread that runs the model. `failed` says why nothing can
-    be stored any more; "" while it can."""
+    """The stores of one rank. Every method is called on the thread that runs the model. `failed` is the reason why
+    nothing can be stored any more; "" while it can."""
 
     @property
     def failed(self) -> str: ...
 
     def before(self, written: Collection[int]) -> None:
-        """The step that begins now writes these blocks: what still reads them ends."""
+        """Called before a step writes these blocks: ends the stores that still read them."""
 
     def begin(self, order: StoreOrder, hashes: Sequence[BlockHash], client: Client) -> None:
         """Begins a store of blocks that the work enqueued so far fills; `hashes` is the chain up to its last block."""
@@ -57,7 +57,7 @@ class Stores(Protocol):
         ...
 
     def went_on(self) -> Collection[str]:
-        """Returns the requests of which blocks were read since the last call, where some are still to be read."""
+        """Returns the requests that had blocks read since the last call, and have more blocks still to be read."""
         ...
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class InPlaceStores:
         return any(s.order.request == request and not s.transfer.source_free() and not s.dropped for s in self._stores)
 
     def went_on(self) -> Collection[str]:
-        """As Stores. All blocks of a store are read as soon as it may."""
+        """As Stores. Always empty: a store reads all its blocks as soon as it can."""
         return ()
 
     def close(self) -> None:

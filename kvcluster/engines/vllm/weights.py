@@ -92,10 +92,10 @@ def _state(files: list[tuple[str, Path]]) -> list[list[object]]:
     state: list[list[object]] = []
     for name, path in files:
         try:
-            told = path.stat()
+            status = path.stat()
         except OSError as error:
             raise CallerError(f"cannot read {path}: {error.strerror}") from None
-        state.append([name, os.path.realpath(path), told.st_size, told.st_mtime_ns, told.st_ino])
+        state.append([name, os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ino])
     return state
 
 

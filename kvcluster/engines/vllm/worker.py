@@ -3,9 +3,8 @@
 A load writes into blocks that the engine has allocated for it. Within a forward pass each layer waits for its own KV,
 and blocks that have not arrived by the end of the pass are reported as invalid; a load beside the passes is reported
 when it ends. A store reads blocks after the pass that filled them: in place from CPU memory (stores.py), by snapshots
-from a GPU (snapshot_stores.py), where loads go beside the passes alone and this thread never waits.
-
-The KV of an engine in the memory of a GPU: which GPU, and where each block lies there.
+from a GPU (snapshot_stores.py). On a GPU every load runs beside the passes, and this thread never waits. `DeviceKV`
+holds which GPU that is, and where each block is in its memory.
 """
 
 from __future__ import annotations
@@ -262,11 +261,11 @@ class WorkerSide:
         self._report.loads[order.request] = report
         if not order.layerwise:
             self._received.add(order.request)
-        came = report.blocks - order.first
-        if came == len(order.into[0]):
+        arrived = report.blocks - order.first
+        if arrived == len(order.into[0]):
             return
         if self._layout.may_fail_in_part:
-            self._invalid.update(order.into[0][came:])
+            self._invalid.update(order.into[0][arrived:])
         else:
             self._failed.add(order.request)
 

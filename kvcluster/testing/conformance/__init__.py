@@ -10,7 +10,7 @@
 claims: loads return the bytes that were stored, each page has an outcome of its own, and no reader gets a wrong byte
 (moving.py); encoded pages travel encoded (encoded.py); other tenants get nothing, and what is flushed is visible
 (asking.py); a reader or writer that stops, for any reason, leaves no lease and no half-written page, and a shard that
-is gone is reported as lost (stopping.py). A transport that is served at an address inherits WireClaims too, or
+has ended is reported as lost (stopping.py). A transport that is served at an address inherits WireClaims too, or
 NetworkClaims if its server copies the bytes into the arena: they say what each end does when the other sends malformed
 data (wire.py). To see values when a claim fails, let pytest rewrite its asserts, in a conftest.py:
 `pytest.register_assert_rewrite("kvcluster.testing.conformance")`.

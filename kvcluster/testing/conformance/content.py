@@ -1,5 +1,5 @@
-"""What is moved: pages with bytes of their own, a source that allows no more than its contract, and a sink that
-verifies everything; and the few calls that the claims are made of."""
+"""What the claims move: pages with different bytes, a source that allows no more than its contract, and a sink that
+verifies everything; and the few calls that the claims consist of."""
 
 from __future__ import annotations
 

@@ -84,12 +84,12 @@ class EncodedClaims:
         self, world: World, codec: Codec, block_tokens: int
     ) -> None:
         content = demoted(world, codec, block_tokens=block_tokens)
-        outcome, came = load(world.open(), content)
+        outcome, arrived = load(world.open(), content)
         assert outcome == [None] * 2
-        assert {codec_id for codec_id, _, _ in came.values()} == {int(codec)}
-        assert came == committed(world, content, content.wants())
+        assert {codec_id for codec_id, _, _ in arrived.values()} == {int(codec)}
+        assert arrived == committed(world, content, content.wants())
         raw = content.spec.layer_bytes(0, content.keys[0].part)
-        assert all(len(data) < raw for _, _, data in came.values()), "fewer bytes than were stored"
+        assert all(len(data) < raw for _, _, data in arrived.values()), "fewer bytes than were stored"
 
     @pytest.mark.parametrize("codec", LOSSY)
     @pytest.mark.parametrize("block_tokens", [SMALL, LARGE])
@@ -100,14 +100,14 @@ class EncodedClaims:
         transport = world.open()
         for start, stop in itertools.combinations(range(4), 2):
             wants = [PageWant(key, start, stop) for key in content.keys]
-            outcome, came = load(transport, content, wants)
+            outcome, arrived = load(transport, content, wants)
             assert outcome == [None, None]
-            assert came == committed(world, content, wants)
+            assert arrived == committed(world, content, wants)
 
     def test_what_came_encoded_verifies_as_that_and_as_nothing_else(self, world: World) -> None:
         content = demoted(world, Codec.Q8, 1)
-        _, came = load(world.open(), content)
-        for (item, layer), (_, layer_sum, data) in came.items():
+        _, arrived = load(world.open(), content)
+        for (item, layer), (_, layer_sum, data) in arrived.items():
             identities = [checksum.identity(content.namespace, content.keys[item], codec) for codec in Codec]
             matches = [checksum.layer_sum(identity, layer, data) == layer_sum for identity in identities]
             assert matches == [codec is Codec.Q8 for codec in Codec]
@@ -120,11 +120,11 @@ class EncodedClaims:
             (Codec.RAW, content.keys[6:]),
         ):
             world.demote(content.namespace, keys, codec)
-        outcome, came = load(transport, content)
+        outcome, arrived = load(transport, content)
         assert outcome == [None] * 8
         raw, q8, q4 = map(int, (Codec.RAW, Codec.Q8, Codec.Q4))
-        assert [came[item, 0][0] for item in range(8)] == [raw, q8, q8, raw, q4, q4, raw, raw]
-        assert came == committed(world, content, content.wants())
+        assert [arrived[item, 0][0] for item in range(8)] == [raw, q8, q8, raw, q4, q4, raw, raw]
+        assert arrived == committed(world, content, content.wants())
 
     @pytest.mark.parametrize("accept", Loss)
     def test_a_reader_that_accepts_less_loss_misses_those_pages_and_gets_the_ones_beside_them(
@@ -134,11 +134,11 @@ class EncodedClaims:
         codecs = [Codec.RAW, Codec.Q8, Codec.RAW, Codec.Q4, Codec.RAW]
         for item in (1, 2, 3):
             world.demote(content.namespace, [content.keys[item]], codecs[item])
-        outcome, came = load(transport, content, accept=accept)
+        outcome, arrived = load(transport, content, accept=accept)
         lossy = {codec: Miss(MissReason.LOSSY, f"only with {codec.name.lower()}") for codec in LOSSY}
         assert outcome == [None if codec.loss <= accept else lossy[codec] for codec in codecs]
         there = [item for item, miss in enumerate(outcome) if miss is None]
-        assert came == committed(world, content, content.wants(), there)
+        assert arrived == committed(world, content, content.wants(), there)
 
     def test_a_byte_that_rots_in_an_encoded_page_reaches_the_reader_as_a_checksum_that_fails(
         self, world: World

@@ -1,5 +1,5 @@
-"""Claims about stopping: a reader or writer that stops, for any reason, leaves nothing behind, and a shard that is gone
-is reported as lost."""
+"""Claims about stopping: a reader or writer that stops, for any reason, leaves nothing behind, and a shard that has
+ended is reported as lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVICTED = MissReason.EVICTED
 class StoppingClaims:
     """Claims about readers, writers, leases and shards that end early."""
 
-    # -------------------------------------------------------------------------------------------- of itself
+    # ------------------------------------------------------------------------ readers and writers that stop
 
     def test_a_reader_that_stops_half_way_leaves_no_lease(self, world: World) -> None:
         transport, content = stored(world)
@@ -63,7 +63,7 @@ class StoppingClaims:
         assert load(transport, content) == [EVICTED] * 16
         store(transport, content)
 
-    # ---------------------------------------------------------------------------------------- for being late
+    # ------------------------------------------------------------------------- deadlines and leases that end
 
     def test_a_deadline_that_is_over_ends_every_call(self, world: World) -> None:
         transport, content = stored(world, Content.of(world, 1, 1, 8))
@@ -163,7 +163,7 @@ class StoppingClaims:
                 write(transport, new, stop_at(1))
         world.wait_until_unleased()
 
-    # --------------------------------------------------------------------------------------- for being twice
+    # ------------------------------------------------------------------------- an attempt that is made twice
 
     def test_an_attempt_that_is_under_way_cannot_be_made_again(self, world: World) -> None:
         content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
@@ -180,7 +180,7 @@ class StoppingClaims:
         pause.release()
         assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is not affected"
 
-    # ----------------------------------------------------------------------------------- for being closed
+    # ------------------------------------------------------------------------- a transport that is closed
 
     def test_a_transport_that_is_closed_under_a_load_leaves_no_lease(self, world: World) -> None:
         transport, content = stored(world)
@@ -206,7 +206,7 @@ class StoppingClaims:
                 """It goes on, and moves bytes: a transport within a process has nothing to close."""
         world.wait_until_unleased()
 
-    # --------------------------------------------------------------------------- when the shard goes away
+    # ---------------------------------------------------------------------------------- a shard that ends
 
     def test_a_shard_that_is_gone_is_told_as_lost(self, world: World) -> None:
         transport, content = stored(world, Content.of(world, 1, 1, 8))

@@ -210,9 +210,9 @@ class WireClaims:
         path, refused = refusing
         content = unserved(1, 1, 8)
         request = content.write_request()
-        with pytest.raises(RefusedByShard) as heard:
+        with pytest.raises(RefusedByShard) as raised:
             path.write(request, ContentSource(content, request), soon())
-        assert heard.value.refused == refused
+        assert raised.value.refused == refused
 
 
 class NetworkClaims(WireClaims):

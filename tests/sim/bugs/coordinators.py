@@ -192,7 +192,7 @@ def removal_not_told(original: Any, self: EventEmitter, space: Any, record: Any,
 def retold_in_part(original: Any, self: EventEmitter) -> None:
     """A coordinator that publishes all blocks again forgets the rest after its first step."""
     original(self)
-    self._retelling.clear()
+    self._to_republish.clear()
 
 
 @planted(EventEmitter, "remember")

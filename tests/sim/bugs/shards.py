@@ -44,8 +44,8 @@ def no_coordinator_fence(original: Any, self: ReportSender, ack: Any, now: int) 
     return original(self, replace(ack, epoch=max(ack.epoch, self.coordinator)), now)
 
 
-@no_coordinator_fence.also(ReportHandler, "_hear")
-def _hear(original: Any, self: ReportHandler, request: Any, now: int) -> Any:
+@no_coordinator_fence.also(ReportHandler, "_identify_sender")
+def _identify_sender(original: Any, self: ReportHandler, request: Any, now: int) -> Any:
     m = request.question
     known = replace(m, coordinator=min(m.coordinator, self._state.epoch))
     return original(self, replace(request, question=known), now)
