@@ -51,7 +51,7 @@ class Reset:
     why: str
 
 
-Heard = Batch | Reset
+Delivery = Batch | Reset
 
 
 class _Topic:
@@ -97,7 +97,7 @@ class EventGaps:
         self.asked: ReplayRequest | None = ReplayRequest(0) if replay else None
         """The replay to request now, or requested and not answered yet."""
 
-    def live(self, batch: Batch) -> list[Heard]:
+    def live(self, batch: Batch) -> list[Delivery]:
         """Takes a live batch; returns what may be delivered."""
         assert self.asked is None, "live batches must wait while a replay is requested"
         topic, forgotten = self._topic(batch.topic)
@@ -114,7 +114,7 @@ class EventGaps:
         del self._topics[batch.topic]
         return [Reset(batch.topic, RESTARTED), *self._begin(batch)]
 
-    def replayed(self, batch: Batch) -> list[Heard]:
+    def replayed(self, batch: Batch) -> list[Delivery]:
         """Takes one of the requested batches; returns what may be delivered."""
         assert self.asked is not None, "no replay was requested"
         if self.asked.topic not in (None, batch.topic):
@@ -128,12 +128,12 @@ class EventGaps:
         settled = self._settle() if self._waiting is not None and self._waiting.sequence <= batch.sequence else []
         return [*settled, *self._hand_on(topic, batch)]
 
-    def ended(self) -> list[Heard]:
+    def ended(self) -> list[Delivery]:
         """Records that the replay is complete, or not available. Returns what may be delivered."""
         self.asked = None
         return self._settle()
 
-    def _topic(self, name: str) -> tuple[_Topic | None, list[Heard]]:
+    def _topic(self, name: str) -> tuple[_Topic | None, list[Delivery]]:
         """Returns the topic, None if it is new; and the Reset of a topic that is evicted to make room for it."""
         topic = self._topics.pop(name, None)
         if topic is not None:
@@ -144,12 +144,12 @@ class EventGaps:
             return None, [Reset(oldest, f"more than {self._most} topics")]
         return topic, []
 
-    def _open(self, batch: Batch) -> list[Heard]:
+    def _open(self, batch: Batch) -> list[Delivery]:
         _, forgotten = self._topic(batch.topic)
         topic = self._topics[batch.topic] = _Topic()
         return [*forgotten, topic.hand_on(batch)]
 
-    def _begin(self, batch: Batch) -> list[Heard]:
+    def _begin(self, batch: Batch) -> list[Delivery]:
         """Takes the first batch since its publisher started."""
         topic = self._topics[batch.topic] = _Topic()
         topic.live = batch.sequence
@@ -158,7 +158,7 @@ class EventGaps:
         self._ask(0, batch)
         return []
 
-    def _next(self, topic: _Topic, batch: Batch) -> list[Heard]:
+    def _next(self, topic: _Topic, batch: Batch) -> list[Delivery]:
         """Takes a batch whose number is higher than all before."""
         if batch.sequence == topic.last + 1 or not self._replay:
             return self._hand_on(topic, batch)
@@ -171,7 +171,7 @@ class EventGaps:
         self._about = waiting.topic
         self.asked = ReplayRequest(start, waiting.topic if parse_topic(waiting.topic) else None)
 
-    def _settle(self) -> list[Heard]:
+    def _settle(self) -> list[Delivery]:
         """Delivers the batch that waited for the replay, if any."""
         batch, self._waiting = self._waiting, None
         if batch is None:
@@ -179,7 +179,7 @@ class EventGaps:
         # Its topic may have been evicted in the meantime.
         return self._hand_on(self._topics.setdefault(batch.topic, _Topic()), batch)
 
-    def _hand_on(self, topic: _Topic, batch: Batch) -> list[Heard]:
+    def _hand_on(self, topic: _Topic, batch: Batch) -> list[Delivery]:
         """Delivers each batch once; a Reset precedes it if batches between the last one and this are lost."""
         if batch.sequence <= topic.last:
             return []

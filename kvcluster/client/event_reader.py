@@ -17,7 +17,7 @@ from collections import deque
 import zmq
 
 from kvcluster.client.event import Event
-from kvcluster.client.event_gaps import EventGaps, Heard, Reset
+from kvcluster.client.event_gaps import Delivery, EventGaps, Reset
 from kvcluster.core.messages.reports import AllBlocksCleared, KVEvent
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.wire import kv_events
@@ -37,7 +37,7 @@ class EventReader:
         self._replay_endpoint = replay
         self._silence_s = replay_silence_s
         self._sequences = EventGaps(replay=bool(replay))
-        self._heard: deque[Heard] = deque()
+        self._deliveries: deque[Delivery] = deque()
         self._events: deque[Event] = deque()
         self._malformed = self._resets = self._replays = 0
         self._prefix = prefix
@@ -66,8 +66,8 @@ class EventReader:
         until_s = time.monotonic() + timeout_s
         over = False
         while not self._events:
-            if self._heard:
-                self._events += self._read(self._heard.popleft())
+            if self._deliveries:
+                self._events += self._read(self._deliveries.popleft())
             elif over:
                 return None
             else:
@@ -116,7 +116,7 @@ class EventReader:
         except KVClusterError:
             self._malformed += 1  # if it was a batch, its number is missing, and the next one shows that
             return
-        self._heard += self._sequences.live(batch)
+        self._deliveries += self._sequences.live(batch)
 
     def _take_replayed(self, frames: list[bytes]) -> None:
         try:
@@ -128,17 +128,17 @@ class EventReader:
         if batch is None:
             self._end_replay()
         elif batch.topic.startswith(self._prefix):
-            self._heard += self._sequences.replayed(batch)
+            self._deliveries += self._sequences.replayed(batch)
 
     def _end_replay(self) -> None:
         if self._replaying is not None:
             self._replaying.close()
             self._replaying = None
-        self._heard += self._sequences.ended()
+        self._deliveries += self._sequences.ended()
 
     # --------------------------------------------------------------------------------------------- events
 
-    def _read(self, delivered: Heard) -> list[Event]:
+    def _read(self, delivered: Delivery) -> list[Event]:
         if isinstance(delivered, Reset):
             return [self._reset(delivered.topic, delivered.why)]
         try:

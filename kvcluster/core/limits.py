@@ -220,7 +220,7 @@ pages, which is faster than waiting for so many."""
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has not read again yet. The scrubber's regular round covers any others."""
 
-BURIED_PAGES = 8_192
+PURGED_PAGES_PER_STEP = 8_192
 """Pages that a shard condemns in one step because of a purge. It continues with the coordinator's next answer."""
 
 TOMBSTONES_PER_TENANT = 64

@@ -81,11 +81,11 @@ class OrderStream:
 
 
 class OrderCursor:
-    """The receiving half: the orders that a shard has accepted. `say_soon` is called when the next report must not
+    """The receiving half: the orders that a shard has accepted. `report_soon` is called when the next report must not
     wait."""
 
-    def __init__(self, say_soon: Callable[[], None]) -> None:
-        self._say_soon = say_soon
+    def __init__(self, report_soon: Callable[[], None]) -> None:
+        self._say_soon = report_soon
         self._accepted = 0
         self._running: dict[int, Order] = {}
 

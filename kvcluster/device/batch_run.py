@@ -37,11 +37,11 @@ _WAIT_S = 0.1
 
 
 class Place(NamedTuple):
-    """Where a record lies in a slot: `came`, as it arrives, and `raw`, decoded in the device's memory; both are the
-    same if it arrives raw."""
+    """Where a record lies in a slot: `arrived_at`, as it arrives, and `raw`, decoded in the device's memory; both are
+    the same if it arrives raw."""
 
     record: int
-    came: int
+    arrived_at: int
     raw: int
 
 
@@ -67,7 +67,7 @@ class Sizes:
     def __init__(self, batch: CopyBatch, *, summed: bool = False) -> None:
         """`summed`: the device verifies them, which takes more of the table."""
         records, items = batch.records, batch.items
-        self.came: list[int] = []
+        self.arrived_bytes: list[int] = []
         self.decoded: list[int] = []
         self.scratch: list[int] = []
         of_layer: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -83,7 +83,7 @@ class Sizes:
             raw, coded = of_layer[kind]
             if nbytes != count * coded:
                 raise BadBatch(f"a record of {count} layers has {nbytes} bytes; expected {count * coded}")
-            self.came.append(aligned(nbytes))
+            self.arrived_bytes.append(aligned(nbytes))
             self.decoded.append(0 if which == codec.RAW else aligned(count * raw))
             self.scratch.append(scratch_bytes(count, coded) if summed else 0)
         geometries = batch.items.geometries
@@ -96,7 +96,7 @@ class Sizes:
         self.rows = [aligned(row_bytes(count)) if summed else 0 for count in records.counts]
         """Bytes of the table for each record, in addition to `entry`."""
         tables = self.fixed + max(self.columns, default=0) + max(self.entry, default=0) + max(self.rows, default=0)
-        self.most = max(map(max, self.came, map(add, self.decoded, self.scratch)), default=0) + tables
+        self.most = max(map(max, self.arrived_bytes, map(add, self.decoded, self.scratch)), default=0) + tables
         """Bytes of a slot that the largest record takes in a chunk of its own."""
 
 
@@ -169,13 +169,13 @@ class BatchRun(ABC):
             own = sizes.entry[group] + sizes.rows[at]
             entry = own + (0 if group in groups else sizes.columns[group])
             needs = sizes.decoded[at] + sizes.scratch[at]
-            if chunk and (table + entry + arrived + sizes.came[at] > room or behind + needs > room):
+            if chunk and (table + entry + arrived + sizes.arrived_bytes[at] > room or behind + needs > room):
                 yield chunk, table
                 chunk, groups, table, arrived, behind = [], set(), sizes.fixed, 0, 0
                 entry = own + sizes.columns[group]
             chunk.append(at)
             groups.add(group)
-            table, arrived, behind = table + entry, arrived + sizes.came[at], behind + needs
+            table, arrived, behind = table + entry, arrived + sizes.arrived_bytes[at], behind + needs
         if chunk:
             yield chunk, table
 
@@ -203,7 +203,7 @@ class BatchRun(ABC):
         for number in records:
             is_raw = self.batch.records.codecs[number] == codec.RAW
             places.append(Place(number, arrived, arrived if is_raw else raw))
-            arrived, raw = arrived + self._sizes.came[number], raw + self._sizes.decoded[number]
+            arrived, raw = arrived + self._sizes.arrived_bytes[number], raw + self._sizes.decoded[number]
         chunk = Chunk(slot, places, table, arrived, raw)
         try:
             enqueue = self.fill(chunk)

@@ -96,7 +96,7 @@ class _HostRun(BatchRun):
                 number, nbytes = place.record, self.batch.records.nbytes[place.record]
                 if self.stopped(number):
                     continue
-                if self._bring(number, room[place.came : place.came + nbytes]):
+                if self._bring(number, room[place.arrived_at : place.arrived_at + nbytes]):
                     sound.append(place)
                 else:
                     self.batch.status[number] = CopyStatus.MISMATCH

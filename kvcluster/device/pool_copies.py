@@ -131,7 +131,7 @@ class _PoolRun(BatchRun):
         records, number = self.batch.records, place.record
         nbytes, layers = records.nbytes[number], records.counts[number]
         seed = checksum.first_seed(self.batch.identities[number], records.layers[number], nbytes // layers)
-        into = data = memory.piece(place.came, nbytes)
+        into = data = memory.piece(place.arrived_at, nbytes)
         if isinstance(self._pages, DevicePoolMemory):
             data = self._pages.memory.piece(records.offsets[number], nbytes)
         return SummedRecord(data, into.address, seed, records.sums_of(number), layers_at)

@@ -18,8 +18,8 @@ from kvcluster.core.messages import (
     ProcessInfo,
     Publish,
     Reply,
+    Republish,
     Request,
-    Retell,
     Stalled,
     Warn,
 )
@@ -75,7 +75,7 @@ class CoordinatorHost:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self._tenants = config.metrics.tenants
-        self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Retell()))
+        self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Republish()))
         self._driver: Driver[CoordinatorMessage] = Driver(
             Keeping(
                 self.core,

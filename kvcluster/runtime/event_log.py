@@ -200,7 +200,7 @@ class Replay:
         return batch.sequence >= self._request.start and self._request.topic in (None, batch.topic)
 
 
-class Wish:
+class PacedRequest:
     """An action that may be requested any number of times, and is carried out at most once in `interval_ns`."""
 
     def __init__(self, interval_ns: int) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from kvcluster.core import limits
 from kvcluster.core.messages.reports import EventStream, Publish
 from kvcluster.errors import ConfigError, KVClusterError
-from kvcluster.runtime.event_log import BatchRing, EventLog, Replay, Wish, weight
+from kvcluster.runtime.event_log import BatchRing, EventLog, PacedRequest, Replay, weight
 from kvcluster.runtime.zmtp_server import Peer, ZmtpServer
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import kv_events, zmtp
@@ -226,7 +226,7 @@ class EventPublisher:
 
         self._log = EventLog(first_sequence, buffer_batches)
         self._on_behind = on_behind
-        self._behind = Wish(BEHIND_EVERY_NS)
+        self._behind = PacedRequest(BEHIND_EVERY_NS)
         self._subscribers = Subscribers()
         self._replays = Replays(self._log, self._behind.make)
         self._rested_ns = 0

@@ -34,7 +34,7 @@ no connection accepted. Each takes some 10 us, so that floods have a tenth of th
 at once."""
 
 ACCEPTED_PER_ROUND = 16
-HEARD_PER_ROUND = 8
+RECEIVED_PER_ROUND = 8
 """Messages of one peer: a subscriber with 64 topics is read in eight rounds."""
 
 SENT_PER_TURN = 64
@@ -283,7 +283,7 @@ class ZmtpServer:
             self._reading.register(peer.link, _READ, peer)
 
     def _take(self, peer: Peer) -> None:
-        for _ in range(HEARD_PER_ROUND):
+        for _ in range(RECEIVED_PER_ROUND):
             if peer.port.busy(peer):
                 break
             frames = peer.inbound.next()

@@ -18,7 +18,7 @@ from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.plan_messages import (
     Answered,
-    AskElsewhere,
+    FindReplicas,
     FinishLoad,
     LoadEffect,
     LoadEvent,
@@ -36,7 +36,7 @@ from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
 
 
 class LoadExecutor:
-    """Executes one load. Calls `finish` with the outcome, and `layer_came` whenever a layer is complete."""
+    """Executes one load. Calls `finish` with the outcome, and `layer_completed` whenever a layer is complete."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LoadExecutor:
         into: BoundMemory,
         progress: LoadProgress,
         deadline: Deadline,
-        layer_came: Callable[[], object],
+        layer_completed: Callable[[], object],
         finish: Callable[[Loaded | None, BaseException | None], object],
     ) -> None:
         self._control = control
@@ -53,7 +53,7 @@ class LoadExecutor:
         self._into = into
         self._progress = progress
         self._deadline = deadline
-        self._layer_came = layer_came
+        self._layer_completed = layer_completed
         self._finish = finish
         self._ranges: dict[int, ReadRanges] = {}
 
@@ -66,7 +66,7 @@ class LoadExecutor:
             case StopRead(exchange, items):
                 self._ranges[exchange].stop(items)
                 return ReadStopped(exchange, items)
-            case AskElsewhere():
+            case FindReplicas():
                 jobs.append(partial(self._ask, effect))
             case ReportCorrupt():
                 jobs.append(partial(self._report, effect))
@@ -80,8 +80,8 @@ class LoadExecutor:
         spec, namespace = self._progress.spec, self._progress.body.namespace
         wants = start.ranges.pieces.wants
         request = ReadRequest(namespace, start.attempt, start.shard.epoch, wants, start.accept)
-        sink = LoadSink(namespace, spec, self._into, start.ranges, self._progress, self._layer_came)
-        start.ranges.heard_ns = time.monotonic_ns()  # the exchange may have waited for a thread
+        sink = LoadSink(namespace, spec, self._into, start.ranges, self._progress, self._layer_completed)
+        start.ranges.last_arrival_ns = time.monotonic_ns()  # the exchange may have waited for a thread
         try:
             progress = self._shards.read(start.shard, spec, request, sink, self._deadline)
             return ReadEnded(start.exchange, run_to_completion(progress))
@@ -90,7 +90,7 @@ class LoadExecutor:
         except BaseException as error:
             return ReadEnded(start.exchange, error=error)
 
-    def _ask(self, ask: AskElsewhere) -> LoadEvent:
+    def _ask(self, ask: FindReplicas) -> LoadEvent:
         answers: list[Explained] = []
         for question in ask.questions:
             explain = Explain(question.hashes, question.need)

@@ -33,9 +33,9 @@ from kvcluster.transfers.pieces import Piece, PieceList, sizes, split_among_exch
 from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     Answered,
-    AskElsewhere,
     Begin,
     Cancel,
+    FindReplicas,
     FinishLoad,
     LoadEffect,
     LoadEvent,
@@ -113,7 +113,9 @@ class LoadPlan:
         """Returns when the next PlanTick is due; None if none would change anything."""
         if self._state in (_LoadState.STOPPING, _LoadState.ENDED):
             return None
-        patience = [each.ranges.heard_ns + self._patience_ns for each in self._exchanges.values() if not each.hedged]
+        patience = [
+            each.ranges.last_arrival_ns + self._patience_ns for each in self._exchanges.values() if not each.hedged
+        ]
         return min([self._deadline_ns, *patience])
 
     def step(self, event: LoadEvent, now: int) -> list[LoadEffect]:
@@ -248,7 +250,7 @@ class LoadPlan:
         """Asks for other replicas of what silent exchanges have not brought."""
         effects: list[LoadEffect] = []
         for exchange in list(self._exchanges.values()):
-            if not exchange.hedged and exchange.ranges.heard_ns + self._patience_ns <= now:
+            if not exchange.hedged and exchange.ranges.last_arrival_ns + self._patience_ns <= now:
                 exchange.hedged = True
                 rests = [rest for _, rest in exchange.missing()]
                 effects += _asking(self._failover.silent(exchange.shard, rests, exchange.number, now))
@@ -301,7 +303,7 @@ class LoadPlan:
 
 
 def _asking(asked: OpenQuestions | None) -> list[LoadEffect]:
-    return [] if asked is None else [AskElsewhere(asked.number, asked.questions, asked.until_ns)]
+    return [] if asked is None else [FindReplicas(asked.number, asked.questions, asked.until_ns)]
 
 
 def _silent(shard: ShardAddress) -> Miss:

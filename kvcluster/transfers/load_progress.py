@@ -47,7 +47,7 @@ class LoadProgress:
         """Returns the number of pieces of this model layer that have not arrived."""
         return self._layers.get(layer, 0)
 
-    def came(self, layers_of: Mapping[tuple[int, ...], Sequence[int]], nbytes: int) -> bool:
+    def arrived(self, layers_of: Mapping[tuple[int, ...], Sequence[int]], nbytes: int) -> bool:
         """Records that pieces of these blocks, by their model layers, are in place: `nbytes` in all. True if that
         completes a layer."""
         left, whole = self._layers, False

@@ -45,8 +45,8 @@ _DONE = int(CopyStatus.DONE)
 
 class LoadSink:
     """The PageSink of one exchange with one shard: it writes the bytes that arrive into the memory `into`, as far as
-    `ranges` still want them, and counts them in `progress`. `layer_came` is called each time a layer has arrived in
-    every block."""
+    `ranges` still want them, and counts them in `progress`. `layer_completed` is called each time a layer has arrived
+    in every block."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class LoadSink:
         into: BoundMemory,
         ranges: ReadRanges,
         progress: LoadProgress,
-        layer_came: Callable[[], object],
+        layer_completed: Callable[[], object],
     ) -> None:
         self._namespace = namespace
         self._spec = spec
         self._into = into
         self._ranges = ranges
         self._progress = progress
-        self._layer_came = layer_came
+        self._layer_completed = layer_completed
         self._items = _items(ranges, into)
         self._kinds = ranges.pieces.wants.kind_of
         self._places = [(kind.group, kind.part) for kind in ranges.pieces.wants.kinds]
@@ -131,14 +131,14 @@ class LoadSink:
         with self._ranges.gate:
             now = time.monotonic_ns()
             self._ranges.check(now)
-            self._ranges.heard_ns = now
+            self._ranges.last_arrival_ns = now
             self._pass_over(batch, start, stop)
             try:
                 run(start, stop)
             finally:
                 whole = self._count_records(batch, start, stop)
         if whole:
-            self._layer_came()
+            self._layer_completed()
         if CopyStatus.STOPPED in batch.status[start:stop]:
             self._ranges.check(time.monotonic_ns())  # raises unless only dropped items were stopped
 
@@ -159,7 +159,7 @@ class LoadSink:
             if not ranges.is_next(item, layer):
                 continue
             if status == _DONE:
-                ranges.came(item, layer + layers)
+                ranges.arrived(item, layer + layers)
                 done.setdefault((self._kinds[item], layer, layers), []).append(item)
             elif status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not ranges.dropped[item]:
                 ranges.did_not_match(item, layer, layer + layers)
@@ -169,7 +169,7 @@ class LoadSink:
             of_model, raw_bytes = self._layers_of(items[0], layer, layer + layers)
             arrived.setdefault(of_model, []).extend([blocks[item] for item in items])
             nbytes += raw_bytes * len(items)
-        return self._progress.came(arrived, nbytes)
+        return self._progress.arrived(arrived, nbytes)
 
     # ------------------------------------------------------------------------------------- what is alike
 

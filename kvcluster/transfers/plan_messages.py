@@ -61,7 +61,7 @@ class ReadStopped:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The coordinator's answers to the questions of an AskElsewhere; fewer answers if it could not be asked."""
+    """The coordinator's answers to the questions of an FindReplicas; fewer answers if it could not be asked."""
 
     number: int
     answers: Sequence[Explained]
@@ -92,7 +92,7 @@ class StopRead:
 
 
 @dataclass(frozen=True, slots=True)
-class AskElsewhere:
+class FindReplicas:
     """Ask the coordinator these questions, one after the other, until `until_ns`, and send Answered."""
 
     number: int
@@ -117,7 +117,7 @@ class FinishLoad:
     error: BaseException | None = None
 
 
-LoadEffect = StartRead | StopRead | AskElsewhere | ReportCorrupt | FinishLoad
+LoadEffect = StartRead | StopRead | FindReplicas | ReportCorrupt | FinishLoad
 
 # ------------------------------------------------------------------------------------- events of stores
 

@@ -28,8 +28,8 @@ _CORRUPT = Miss(MissReason.CORRUPT)
 
 
 class ReadRanges:
-    """The ranges of one exchange. The layers of an item arrive in order. `heard_ns`: when bytes last arrived, or when
-    the exchange began."""
+    """The ranges of one exchange. The layers of an item arrive in order. `last_arrival_ns`: when bytes last arrived, or
+    when the exchange began."""
 
     __slots__ = (
         "_next",
@@ -39,7 +39,7 @@ class ReadRanges:
         "deadline_ns",
         "dropped",
         "gate",
-        "heard_ns",
+        "last_arrival_ns",
         "pieces",
         "unreadable",
     )
@@ -48,7 +48,7 @@ class ReadRanges:
         self.pieces = PieceList.of(pieces)
         kinds = self.pieces.wants.kinds
         self.gate = threading.Lock()
-        self.heard_ns = now
+        self.last_arrival_ns = now
         self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match their sums
         self.unreadable: dict[int, Miss] = {}  # those of them that cannot be decoded here, and why
         self._next = self.pieces.column([kind.layer_start for kind in kinds])
@@ -63,7 +63,7 @@ class ReadRanges:
         """Whether this exchange may still write the item. Raises Cancelled if the exchange was stopped or its deadline
         has passed, and ProtocolError if another layer is next."""
         self.check(now)
-        self.heard_ns = now
+        self.last_arrival_ns = now
         if self.dropped[item]:
             return False
         if layer != self._next[item]:
@@ -93,7 +93,7 @@ class ReadRanges:
                 found.append(at)
         return found
 
-    def came(self, item: int, stop: int) -> None:
+    def arrived(self, item: int, stop: int) -> None:
         """Records that the layers before `stop` are verified and in place, except those recorded as corrupt."""
         self._next[item] = stop
 

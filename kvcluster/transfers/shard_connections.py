@@ -53,7 +53,7 @@ from kvcluster.transport.base import (
     Unavailable,
     run_to_completion,
 )
-from kvcluster.transport.path_selector import Nowhere
+from kvcluster.transport.path_selector import DiscardSink
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
 from kvcluster.transports import BY_NAME
 
@@ -213,7 +213,7 @@ class ShardConnections:
         absent = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), *place), 0, 1)
         request = ReadRequest(namespace, attempt, shard.epoch, (absent,), Loss.Q4)
         with self._asked(shard, spec, namespace, deadline) as transport:
-            run_to_completion(transport.read(request, Nowhere(), deadline))
+            run_to_completion(transport.read(request, DiscardSink(), deadline))
 
     def suspect(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline

@@ -56,7 +56,7 @@ class Transfer(Unpicklable, Generic[R]):
     ) -> None:
         """`cancel` ends the transfer with a reason; once it has returned, `finish` has been called. `layer_left`
         returns how many pieces of a model layer, one of `layers`, have not arrived; the thread that makes it 0 calls
-        `layer_came`."""
+        `layer_completed`."""
         self._process = OwnProcess()
         self._deadline = deadline
         self._cancel = cancel
@@ -126,7 +126,7 @@ class Transfer(Unpicklable, Generic[R]):
 
     # --------------------------------------------------------------------------------- the client's threads
 
-    def layer_came(self) -> None:
+    def layer_completed(self) -> None:
         """Some layer is complete now: wakes threads that wait for one. Must be called without holding a lock."""
         self._changed.notify()
 

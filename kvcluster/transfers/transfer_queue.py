@@ -148,7 +148,7 @@ class TransferQueue:
                 bound,
                 progress,
                 deadline,
-                layer_came=transfer.layer_came,
+                layer_completed=transfer.layer_completed,
                 finish=lambda loaded, error: self._load_ended(transfer, runner, loaded, error),
             )
 

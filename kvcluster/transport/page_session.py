@@ -71,7 +71,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class CoreSaid:
+class CoreAnswered:
     """The answer to the last AskCore, or why there is none."""
 
     reply: Reply | Miss
@@ -107,7 +107,7 @@ class Stopped:
     for_good: bool = True
 
 
-SessionEvent = Open | CoreSaid | MoveNext | Finished | Revoked | Stopped
+SessionEvent = Open | CoreAnswered | MoveNext | Finished | Revoked | Stopped
 
 SessionRequest = ReadRequest | WriteRequest | AttendRequest
 
@@ -116,7 +116,7 @@ SessionRequest = ReadRequest | WriteRequest | AttendRequest
 
 @dataclass(frozen=True, slots=True)
 class AskCore:
-    """Step this message in the core and send CoreSaid, by the deadline of the exchange."""
+    """Step this message in the core and send CoreAnswered, by the deadline of the exchange."""
 
     build: Callable[[CallId], Request[ShardQuestion]]
 
@@ -198,7 +198,7 @@ class PageSession:
             case Open():
                 assert self._state is _State.NEW, "a session is opened once"
                 return self._become(_State.ASKING, self._opening())
-            case CoreSaid(reply):
+            case CoreAnswered(reply):
                 return self._core_said(reply)
             case MoveNext():
                 assert self._state is _State.MOVING, "a frame moves under a lease"

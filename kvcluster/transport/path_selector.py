@@ -306,7 +306,7 @@ def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline)
     refuses. Raises Unavailable, ProtocolError or CredentialError if the request does not get that far."""
     nothing = ReadRequest(NamespaceId(bytes(HASH_BYTES)), attempt, epoch, ())
     with suppress(RefusedByShard):
-        for _ in path.read(nothing, Nowhere(), deadline):
+        for _ in path.read(nothing, DiscardSink(), deadline):
             deadline.check()
 
 
@@ -315,7 +315,7 @@ def said(error: Exception) -> str:
     return error.miss.detail or str(error) if isinstance(error, Unavailable) else str(error)
 
 
-class Nowhere(RecordSink):
+class DiscardSink(RecordSink):
     """A sink that expects no pages."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:

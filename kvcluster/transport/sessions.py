@@ -58,7 +58,7 @@ from kvcluster.transport.page_session import (
     LONGEST_NS,
     AskCore,
     Committed,
-    CoreSaid,
+    CoreAnswered,
     Fail,
     Finished,
     Granted,
@@ -167,7 +167,7 @@ class ExchangeSession(Generic[RequestT]):
         or the error by which the exchange fails."""
         effects = self._step(event)
         while effects and isinstance(effects[0], AskCore):
-            effects = self._step(CoreSaid(self._ask(effects[0])))
+            effects = self._step(CoreAnswered(self._ask(effects[0])))
         effect = effects[0] if effects else None
         if isinstance(effect, Granted):
             self._pages = effect.pages

@@ -19,7 +19,6 @@ from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import (
     EvictOrder,
     Findings,
-    GoneEvent,
     Inventory,
     LeaveReason,
     Link,
@@ -32,6 +31,7 @@ from kvcluster.core.messages import (
     ProcessFacts,
     PullOrder,
     PurgedEvent,
+    RemovedEvent,
     Report,
     ReportAck,
     ShardInfo,
@@ -101,8 +101,8 @@ _PAGES: Columns[PageEvent] = Columns(
     loss=LOSS.column,
     codec=CODECS,
 )
-_GONE: Columns[GoneEvent] = Columns(
-    pb.GoneEvents, GoneEvent, namespace=NAMESPACES, key=KEYS, corrupt=NUMBERS, tier=TIER.column
+_GONE: Columns[RemovedEvent] = Columns(
+    pb.GoneEvents, RemovedEvent, namespace=NAMESPACES, key=KEYS, corrupt=NUMBERS, tier=TIER.column
 )
 NAMED_BLOCKS: Columns[tuple[NamespaceId, BlockHash]] = Columns(
     pb.NamespacedHashes, None, namespace=NAMESPACES, hash=HASHES
@@ -117,7 +117,7 @@ def _purged(numbers: Collection[int], most: int, what: str) -> list[PurgedEvent]
 _PURGES: Values[PurgedEvent] = Values(lambda events: [event.number for event in events], _purged)
 _KINDS: dict[type[Any], tuple[int, str, Any]] = {
     PageEvent: (pb.EVENT_KIND_PAGE, "pages", _PAGES),
-    GoneEvent: (pb.EVENT_KIND_GONE, "gone", _GONE),
+    RemovedEvent: (pb.EVENT_KIND_GONE, "gone", _GONE),
     PurgedEvent: (pb.EVENT_KIND_PURGED, "purges", _PURGES),
 }
 """The kind of each event, and the field and column of all events of that kind."""

@@ -29,8 +29,8 @@ from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.pieces import plan_pieces
 from kvcluster.transfers.plan_messages import (
     Answered,
-    AskElsewhere,
     Begin,
+    FindReplicas,
     FinishLoad,
     LoadEffect,
     LoadEvent,
@@ -84,7 +84,7 @@ def one(effects: Sequence[object], kind: type[Effect]) -> Effect:
     return effect
 
 
-def answer(ask: AskElsewhere, *shards: ShardAddress) -> Answered:
+def answer(ask: FindReplicas, *shards: ShardAddress) -> Answered:
     """All blocks lie on these shards as well; on none where there are none."""
     fate = BlockFate(1, (tuple(map(source, shards)),), None) if shards else BlockFate(1, None, EVICTED)
     return Answered(ask.number, [Explained((fate,) * len(question.blocks)) for question in ask.questions])
@@ -140,8 +140,8 @@ class SteppedLoad:
             if layer in corrupt:
                 ranges.did_not_match(item, layer, layer + 1)
             else:
-                ranges.came(item, layer + 1)
-                self.progress.came({piece.cut(layer, layer + 1).model_layers(SPEC): [piece.block]}, 1)
+                ranges.arrived(item, layer + 1)
+                self.progress.arrived({piece.cut(layer, layer + 1).model_layers(SPEC): [piece.block]}, 1)
 
     def finish(self, start: StartRead, *outcome: Miss | None) -> list[LoadEffect]:
         """Its exchange ends; by default all its items come before."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.event_gaps import RESTARTED, EventGaps, Heard, Reset
+from kvcluster.client.event_gaps import RESTARTED, Delivery, EventGaps, Reset
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 
 OURS = [f"kv@{digit * 16}@llama" for digit in "01"]
@@ -166,7 +166,7 @@ class World:
         self.network: deque[Batch] = deque()
         self.answer: deque[Batch] | None = None
         self.heard_last: Batch | None = None
-        self.handed: list[Heard] = []
+        self.handed: list[Delivery] = []
         self.published: list[Batch] = []
 
     def _first(self) -> int:

@@ -15,9 +15,9 @@ from kvcluster.transfers.failover import ASKING_SHARE, ROUNDS
 from kvcluster.transfers.load_plan import READERS
 from kvcluster.transfers.plan_messages import (
     Answered,
-    AskElsewhere,
     Begin,
     Cancel,
+    FindReplicas,
     FinishLoad,
     PlanTick,
     ReadEnded,
@@ -57,7 +57,7 @@ def blocks_of(start: StartRead) -> list[tuple[int, int, int]]:
     return [(piece.block, piece.want.layer_start, piece.want.layer_stop) for piece in start.ranges.pieces]
 
 
-def avoided(ask: AskElsewhere) -> tuple[ShardId, ...]:
+def avoided(ask: FindReplicas) -> tuple[ShardId, ...]:
     (question,) = ask.questions
     return question.need.avoid
 
@@ -149,7 +149,7 @@ def test_what_a_failed_exchange_has_not_brought_is_read_elsewhere_and_never_agai
     load.bring(start, 0)
     load.bring(start, 1, stop=1)
     load.now = 100
-    ask = one(load.fail(start), AskElsewhere)
+    ask = one(load.fail(start), FindReplicas)
     (question,) = ask.questions
     assert (question.blocks, question.hashes, avoided(ask)) == ((1,), (HASHES[1],), ("a",))
     assert ask.until_ns == 100 + (DEADLINE - 100) // ASKING_SHARE
@@ -163,7 +163,7 @@ def test_no_shard_that_failed_is_asked_again_and_after_some_rounds_none_is() -> 
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
     for failed, shard in zip(("a", "ab", "abc"), (B, C, D), strict=True):
-        ask = one(load.fail(start), AskElsewhere)
+        ask = one(load.fail(start), FindReplicas)
         assert avoided(ask) == tuple(failed)
         start = one(load.step(answer(ask, shard)), StartRead)
         assert start.shard == shard
@@ -176,7 +176,7 @@ def test_no_shard_that_failed_is_asked_again_and_after_some_rounds_none_is() -> 
 def test_the_outcome_waits_for_the_answer_and_tells_why_nothing_came() -> None:
     load = SteppedLoad(ON_A, ON_B)
     first, second = load.begin()
-    ask = one(load.finish(first, EVICTED), AskElsewhere)
+    ask = one(load.finish(first, EVICTED), FindReplicas)
     assert load.finish(second) == []
     assert outcome_of(load.step(answer(ask))) == Loaded(0, LAYERS, EVICTED, {0: EVICTED})
 
@@ -184,14 +184,14 @@ def test_the_outcome_waits_for_the_answer_and_tells_why_nothing_came() -> None:
 def test_without_an_answer_nothing_is_known_of_other_shards() -> None:
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
-    ask = one(load.fail(start), AskElsewhere)
+    ask = one(load.fail(start), FindReplicas)
     assert outcome_of(load.step(Answered(ask.number, ()))).miss == LOST
 
 
 def test_a_shard_that_sends_less_than_it_promised_has_failed() -> None:
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
-    ask = one(load.finish(start, None), AskElsewhere)
+    ask = one(load.finish(start, None), FindReplicas)
     assert avoided(ask) == ("a",)
     miss = outcome_of(load.step(answer(ask))).miss
     assert miss == Miss(MissReason.SHARD_LOST, "the shard sent less than it promised")
@@ -200,7 +200,7 @@ def test_a_shard_that_sends_less_than_it_promised_has_failed() -> None:
 def test_halves_of_two_shards_take_the_place_of_a_whole() -> None:
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
-    ask = one(load.fail(start), AskElsewhere)
+    ask = one(load.fail(start), FindReplicas)
     halves = source(B, Part(0, LAYERS, 0, 2)), source(C, Part(0, LAYERS, 2, HEADS))
     first, second = load.step(Answered(ask.number, [Explained((BlockFate(1, (halves,), None),))]))
     assert isinstance(first, StartRead) and isinstance(second, StartRead)
@@ -212,7 +212,7 @@ def test_halves_of_two_shards_take_the_place_of_a_whole() -> None:
 def test_what_has_become_lossier_is_asked_for_without_avoiding_its_shard() -> None:
     load = SteppedLoad(ON_A, accept=Loss.Q8)
     (start,) = load.begin()
-    ask = one(load.finish(start, Miss(MissReason.LOSSY)), AskElsewhere)
+    ask = one(load.finish(start, Miss(MissReason.LOSSY)), FindReplicas)
     assert avoided(ask) == ()
     lossier = (source(A, loss=Loss.Q8),)
     again = one(load.step(Answered(ask.number, [Explained((BlockFate(1, (lossier,), None),))])), StartRead)
@@ -237,7 +237,7 @@ def test_layers_that_did_not_match_are_reported_and_read_elsewhere() -> None:
     load.bring(start, 1, corrupt=[1])
     report, ask = load.finish(start, None, None)
     assert report == ReportCorrupt(A, (start.ranges.pieces[1].want.key,))
-    assert isinstance(ask, AskElsewhere) and avoided(ask) == ("a",)
+    assert isinstance(ask, FindReplicas) and avoided(ask) == ("a",)
     other = one(load.step(answer(ask, B)), StartRead)
     assert blocks_of(other) == [(1, 1, 2)]
     assert outcome_of(load.finish(other)).blocks == 2
@@ -248,7 +248,7 @@ def test_what_stays_corrupt_is_told_as_such() -> None:
     (start,) = load.begin()
     load.bring(start, 0, corrupt=[0])
     _, ask = load.fail(start)
-    assert isinstance(ask, AskElsewhere)
+    assert isinstance(ask, FindReplicas)
     assert outcome_of(load.step(answer(ask))).miss == Miss(MissReason.CORRUPT)
 
 
@@ -257,7 +257,7 @@ def test_what_cannot_be_decoded_here_is_read_elsewhere_and_not_reported() -> Non
     (start,) = load.begin()
     load.bring(start, 0, corrupt=[0, 1, 2])
     start.ranges.unreadable[0] = why
-    ask = one(load.finish(start, None), AskElsewhere)
+    ask = one(load.finish(start, None), FindReplicas)
     assert outcome_of(load.step(answer(ask))).miss == why
 
 
@@ -287,7 +287,7 @@ def test_a_namespace_that_is_forgotten_twice_is_a_miss() -> None:
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
     again = one(load.fail(start, refused(RefusedKind.UNKNOWN_NAMESPACE)), StartRead)
-    ask = one(load.fail(again, refused(RefusedKind.UNKNOWN_NAMESPACE)), AskElsewhere)
+    ask = one(load.fail(again, refused(RefusedKind.UNKNOWN_NAMESPACE)), FindReplicas)
     assert avoided(ask) == ("a",)
     miss = outcome_of(load.step(answer(ask))).miss
     assert miss == Miss(MissReason.SHARD_LOST, "a forgets the namespace: in these words")
@@ -296,7 +296,7 @@ def test_a_namespace_that_is_forgotten_twice_is_a_miss() -> None:
 def test_a_shard_that_has_restarted_is_a_miss() -> None:
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
-    ask = one(load.fail(start, refused(RefusedKind.STALE)), AskElsewhere)
+    ask = one(load.fail(start, refused(RefusedKind.STALE)), FindReplicas)
     assert outcome_of(load.step(answer(ask))).miss == Miss(MissReason.SHARD_LOST, "a has restarted")
 
 
@@ -329,7 +329,7 @@ def test_a_shard_whose_breaker_is_open_is_not_asked_and_others_are() -> None:
     permit = shards.permit(A, 0)
     assert not isinstance(permit, Miss)
     shards.failed(permit, LOST, 0)
-    ask = one(load.step(Begin()), AskElsewhere)
+    ask = one(load.step(Begin()), FindReplicas)
     assert avoided(ask) == ("a",)
     assert outcome_of(load.finish(one(load.step(answer(ask, B)), StartRead))).blocks == 1
 
@@ -341,7 +341,7 @@ def test_a_shard_found_elsewhere_may_have_an_open_breaker_too() -> None:
     permit = shards.permit(B, 0)
     assert not isinstance(permit, Miss)
     shards.failed(permit, LOST, 0)
-    ask = one(load.fail(start), AskElsewhere)
-    ask = one(load.step(answer(ask, B)), AskElsewhere)
+    ask = one(load.fail(start), FindReplicas)
+    ask = one(load.step(answer(ask, B)), FindReplicas)
     assert avoided(ask) == ("a", "b")
     assert outcome_of(load.finish(one(load.step(answer(ask, C)), StartRead))) == Loaded(1, LAYERS)

@@ -17,9 +17,9 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.transfers.pieces import each
 from kvcluster.transfers.plan_messages import (
     Answered,
-    AskElsewhere,
     Begin,
     Cancel,
+    FindReplicas,
     FinishLoad,
     LoadEffect,
     LoadEvent,
@@ -68,7 +68,7 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
         self.patience = patience  # moves until the caller may give up
         self.running: dict[int, StartRead] = {}
         self.stops: list[StopRead] = []
-        self.asked: list[AskElsewhere] = []
+        self.asked: list[FindReplicas] = []
         self.unheard: list[LoadEvent] = []
         self.finished: list[FinishLoad] = []
 
@@ -109,7 +109,7 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
                 self.running[exchange] = effect
             case StopRead():
                 self.stops.append(effect)
-            case AskElsewhere():
+            case FindReplicas():
                 assert self.load.now <= effect.until_ns <= DEADLINE
                 self.asked.append(effect)
             case FinishLoad(loaded, error):
@@ -143,9 +143,9 @@ class LoadsInAnyOrder(RuleBasedStateMachine):
         if not right:
             ranges.did_not_match(item, layer, layer + 1)
             return
-        ranges.came(item, layer + 1)
+        ranges.arrived(item, layer + 1)
         layers = piece.cut(layer, layer + 1).model_layers(SPEC)
-        if self.load.progress.came({layers: [piece.block]}, 1):
+        if self.load.progress.arrived({layers: [piece.block]}, 1):
             self.destination.check_layers(layers)
 
     @precondition(lambda self: self.running)

@@ -10,9 +10,9 @@ from kvcluster.transfers.failover import ASKING_SHARE
 from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     Answered,
-    AskElsewhere,
     Begin,
     Cancel,
+    FindReplicas,
     PlanTick,
     ReadEnded,
     ReadStopped,
@@ -49,12 +49,12 @@ def spans(start: StartRead) -> list[tuple[int, int, int]]:
     return [(piece.block, piece.want.layer_start, piece.want.layer_stop) for piece in start.ranges.pieces]
 
 
-def silent(load: SteppedLoad) -> AskElsewhere:
+def silent(load: SteppedLoad) -> FindReplicas:
     """The question about exchanges that were silent until PATIENCE."""
-    return one(load.step(PlanTick(), PATIENCE), AskElsewhere)
+    return one(load.step(PlanTick(), PATIENCE), FindReplicas)
 
 
-def only_the_first(ask: AskElsewhere) -> Answered:
+def only_the_first(ask: FindReplicas) -> Answered:
     """Of two blocks, the first is on B too, and the second is on no other shard."""
     return Answered(ask.number, [Explained((BlockFate(1, ((source(B),),), None), BlockFate(1, None, LOST)))])
 
@@ -81,7 +81,7 @@ def test_an_exchange_from_which_something_came_is_waited_for_from_then_on() -> N
     load.bring(start, 0, stop=1)
     assert load.step(PlanTick(), PATIENCE) == []
     assert load.plan.next_deadline() == 60 + PATIENCE
-    assert one(load.step(PlanTick(), 60 + PATIENCE), AskElsewhere).questions[0].blocks == (0,)
+    assert one(load.step(PlanTick(), 60 + PATIENCE), FindReplicas).questions[0].blocks == (0,)
 
 
 def test_no_other_exchange_gets_its_ranges_before_it_has_stopped() -> None:
@@ -172,7 +172,7 @@ def test_one_that_was_told_to_stop_some_and_fails_is_asked_about_for_the_others_
     one(load.step(only_the_first(ask)), StopRead)
     other, again = load.fail(start)
     assert isinstance(other, StartRead) and spans(other) == [(0, 0, LAYERS)]
-    assert isinstance(again, AskElsewhere) and again.questions[0].blocks == (1,)
+    assert isinstance(again, FindReplicas) and again.questions[0].blocks == (1,)
 
 
 def test_one_whose_namespace_was_forgotten_begins_again_without_what_others_bring() -> None:
@@ -200,7 +200,7 @@ def test_what_the_others_do_not_bring_either_is_told_as_silent() -> None:
     load = SteppedLoad(ON_A)
     load.begin()
     other = one(load.stopped(one(load.step(answer(silent(load), B)), StopRead)), StartRead)
-    ask = one(load.fail(other), AskElsewhere)
+    ask = one(load.fail(other), FindReplicas)
     assert ask.questions[0].need.avoid == ("a", "b")
     assert outcome_of(load.step(answer(ask))).miss == SILENT
 
@@ -258,7 +258,7 @@ def test_a_second_cancel_changes_nothing() -> None:
 def test_a_cancel_waits_for_no_answer_and_a_late_one_starts_nothing() -> None:
     load = SteppedLoad(ON_A, ON_B)
     first, second = load.begin()
-    ask = one(load.fail(first), AskElsewhere)
+    ask = one(load.fail(first), FindReplicas)
     stop = one(load.step(Cancel(GIVEN_UP)), StopRead)
     assert load.step(answer(ask, C)) == []
     loaded = outcome_of(load.stopped(stop))
@@ -269,7 +269,7 @@ def test_a_cancel_waits_for_no_answer_and_a_late_one_starts_nothing() -> None:
 def test_a_cancel_while_a_question_alone_is_open_is_over_at_once() -> None:
     load = SteppedLoad(ON_A)
     (start,) = load.begin()
-    one(load.fail(start), AskElsewhere)
+    one(load.fail(start), FindReplicas)
     assert outcome_of(load.step(Cancel(GIVEN_UP))).miss == LOST
 
 

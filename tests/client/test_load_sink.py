@@ -96,9 +96,9 @@ class Bench:
 
     def new_sink(self, ranges: ReadRanges | None = None) -> LoadSink:
         ranges = ranges or ReadRanges(self.pieces, now=0, deadline_ns=NEVER)
-        return LoadSink(NAMESPACE, SPEC, self.into, ranges, self.progress, self.layer_came)
+        return LoadSink(NAMESPACE, SPEC, self.into, ranges, self.progress, self.layer_completed)
 
-    def layer_came(self) -> None:
+    def layer_completed(self) -> None:
         self.whole_layers += 1
 
     def data(self, item: int, layer: int, layers: int) -> memoryview:

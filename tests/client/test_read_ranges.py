@@ -30,23 +30,23 @@ def ranges(*pieces: Piece) -> ReadRanges:
 def test_nothing_has_come_of_an_exchange_that_begins() -> None:
     some = ranges(piece(0), piece(1, 2, 4))
     assert (some.left(0), some.left(1)) == ([piece(0)], [piece(1, 2, 4)])
-    assert some.heard_ns == 5 and some.why(0) is None
+    assert some.last_arrival_ns == 5 and some.why(0) is None
 
 
 def test_layers_come_in_order_and_what_is_left_shrinks() -> None:
     some = ranges()
     assert some.may_write(0, 0, 6)
-    some.came(0, 3)
+    some.arrived(0, 3)
     assert some.left(0) == [piece(0, 3)] and some.left(1) == [piece(1)]
     assert some.may_write(0, 3, 7)
-    some.came(0, PART.layers)
+    some.arrived(0, PART.layers)
     assert some.left(0) == []
 
 
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_a_layer_that_is_not_the_next_is_not_what_was_asked_for(layer: int) -> None:
     some = ranges()
-    some.came(0, 3)
+    some.arrived(0, 3)
     with pytest.raises(ProtocolError, match=f"layer {layer} of a page arrived, expected layer 3"):
         some.may_write(0, layer, 6)
 
@@ -62,9 +62,9 @@ def test_whatever_comes_is_heard() -> None:
     some = ranges()
     some.stop([0])
     assert not some.may_write(0, 0, 8)
-    assert some.heard_ns == 8
+    assert some.last_arrival_ns == 8
     assert some.may_write(1, 0, 9)
-    assert some.heard_ns == 9
+    assert some.last_arrival_ns == 9
 
 
 def test_after_the_deadline_nothing_is_written_or_heard() -> None:
@@ -72,12 +72,12 @@ def test_after_the_deadline_nothing_is_written_or_heard() -> None:
     assert some.may_write(0, 0, DEADLINE - 1)
     with pytest.raises(Cancelled) as raised:
         some.may_write(0, 0, DEADLINE)
-    assert raised.value.miss == LATE and some.heard_ns == DEADLINE - 1
+    assert raised.value.miss == LATE and some.last_arrival_ns == DEADLINE - 1
 
 
 def test_an_item_that_was_taken_away_is_not_written_and_the_others_are() -> None:
     some = ranges()
-    some.came(0, 2)
+    some.arrived(0, 2)
     some.stop([0])
     assert not some.may_write(0, 2, 6)
     assert not some.may_write(0, 7, 6), "whatever is sent of it is skipped"
@@ -112,9 +112,9 @@ def test_an_exchange_of_which_items_were_taken_can_still_be_stopped_as_a_whole()
 
 def test_corrupt_layers_are_left_and_so_is_what_has_not_come() -> None:
     some = ranges()
-    some.came(0, 1)
+    some.arrived(0, 1)
     some.did_not_match(0, 1, 3)
-    some.came(0, 4)
+    some.arrived(0, 4)
     some.did_not_match(0, 4, 5)
     assert some.left(0) == [piece(0, 1, 3), piece(0, 4, 5), piece(0, 5)]
     assert some.may_write(0, 5, 6), "the next layers come behind them"
@@ -137,7 +137,7 @@ def test_what_came_and_what_is_left_are_the_whole_piece(chunks: list[tuple[bool,
             break
         assert some.may_write(0, at, 6)
         if matches:
-            some.came(0, end)
+            some.arrived(0, end)
             right |= set(range(at, end))
         else:
             some.did_not_match(0, at, end)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, Reuse
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
-from kvcluster.core.messages import GoneEvent, PageEvent, PageKey, ShardAddress, Tier
+from kvcluster.core.messages import PageEvent, PageKey, RemovedEvent, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tenant_shares import Owner
@@ -60,8 +60,8 @@ def page(number: int, group: int = 0, part: Part = WHOLE, loss: Loss = Loss.EXAC
     return PageEvent(SPACE, key(number, group, part), parent(number), number, Tier.RAM, loss)
 
 
-def gone(number: int, group: int = 0, part: Part = WHOLE) -> GoneEvent:
-    return GoneEvent(SPACE, key(number, group, part), corrupt=False)
+def gone(number: int, group: int = 0, part: Part = WHOLE) -> RemovedEvent:
+    return RemovedEvent(SPACE, key(number, group, part), corrupt=False)
 
 
 def spec(

@@ -8,7 +8,7 @@ from functools import partial
 from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
-from kvcluster.core.messages import GoneEvent, LeaveReason, NewPage, PageEvent, PullOrder, ShardAddress, Tier
+from kvcluster.core.messages import LeaveReason, NewPage, PageEvent, PullOrder, RemovedEvent, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.spec import KVSpec
@@ -115,8 +115,8 @@ def arrived(block: BlockHash, tier: Tier, codec: Codec, loss: Loss) -> PageEvent
     return PageEvent(CODED.namespace(OURS), key(block), root(), 0, tier, loss, codec)
 
 
-def left(block: BlockHash, tier: Tier, *, corrupt: bool = False) -> GoneEvent:
-    return GoneEvent(CODED.namespace(OURS), key(block), corrupt, tier)
+def left(block: BlockHash, tier: Tier, *, corrupt: bool = False) -> RemovedEvent:
+    return RemovedEvent(CODED.namespace(OURS), key(block), corrupt, tier)
 
 
 IN_RAM = (Tier.RAM, Codec.RAW, Loss.EXACT)

@@ -12,7 +12,7 @@ from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId, Tenant
-from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, Tier
+from kvcluster.core.messages import Need, PageEvent, PageKey, RemovedEvent, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.replay.core_stepper import Build, build_request
@@ -131,5 +131,5 @@ def gone(
     corrupt: bool = False,
     tier: Tier = Tier.RAM,
     spec: KVSpec = SPEC,
-) -> GoneEvent:
-    return GoneEvent(spec.namespace(OURS), key(block, part), corrupt, tier)
+) -> RemovedEvent:
+    return RemovedEvent(spec.namespace(OURS), key(block, part), corrupt, tier)

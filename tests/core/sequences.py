@@ -8,9 +8,9 @@ from dataclasses import replace
 from kvcluster.core.ids import BlockHash, SequenceId, Tenant
 from kvcluster.core.messages import (
     EvictOrder,
-    GoneEvent,
     PageEvent,
     PageKey,
+    RemovedEvent,
     SyncTables,
     TableChange,
     TablesSynced,
@@ -61,8 +61,8 @@ def private_page(block: BlockHash, tier: Tier = Tier.RAM) -> PageEvent:
     return PageEvent(PRIVATE, PageKey(block, 0, WHOLE), BlockHash(bytes(32)), 0, tier, Loss.EXACT)
 
 
-def private_gone(block: BlockHash, tier: Tier = Tier.RAM) -> GoneEvent:
-    return GoneEvent(PRIVATE, PageKey(block, 0, WHOLE), False, tier)
+def private_gone(block: BlockHash, tier: Tier = Tier.RAM) -> RemovedEvent:
+    return RemovedEvent(PRIVATE, PageKey(block, 0, WHOLE), False, tier)
 
 
 def erased(ack: Heard) -> list[BlockHash]:

@@ -14,7 +14,6 @@ from kvcluster.core.messages import (
     AttachedShard,
     Effect,
     Erase,
-    GoneEvent,
     Inventory,
     Move,
     PageEvent,
@@ -22,6 +21,7 @@ from kvcluster.core.messages import (
     PageSlot,
     Pin,
     PurgedEvent,
+    RemovedEvent,
     ShardMessage,
     Stage,
     Staged,
@@ -290,7 +290,7 @@ def test_what_was_found_is_evicted_by_an_order_with_all_parts_of_its_block() -> 
     pages = lying(key(A, LEFT), key(A, RIGHT), key(B, LEFT))
     shard = DiskShard.knowing(found(*pages))
     shard.evict(A, tier=Tier.DISK)
-    gone = [GoneEvent(shard.space, key(A, part), corrupt=False, tier=Tier.DISK) for part in (LEFT, RIGHT)]
+    gone = [RemovedEvent(shard.space, key(A, part), corrupt=False, tier=Tier.DISK) for part in (LEFT, RIGHT)]
     assert shard.settle() == gone
     assert used(shard) == 1
     assert counters(shard)["evicted"] == 2
@@ -304,7 +304,7 @@ def test_what_was_found_is_not_written_again_but_with_less_loss() -> None:
     shard.commit(attempt(2), 0)
     assert shard.settle() == [
         PageEvent(shard.space, key(A), root(), 0, Tier.RAM, Loss.EXACT),
-        GoneEvent(shard.space, key(A), corrupt=False, tier=Tier.DISK),
+        RemovedEvent(shard.space, key(A), corrupt=False, tier=Tier.DISK),
     ]
     assert used(shard) == 0
 
@@ -316,7 +316,7 @@ def test_what_was_found_comes_up_like_what_went_down() -> None:
     shard.move()
     assert shard.settle() == [PageEvent(*event(page)[:4], Tier.RAM, Loss.Q8)]
     shard.evict(A, tier=Tier.DISK)
-    assert [gone.tier for gone in shard.settle() if isinstance(gone, GoneEvent)] == [Tier.DISK, Tier.RAM]
+    assert [gone.tier for gone in shard.settle() if isinstance(gone, RemovedEvent)] == [Tier.DISK, Tier.RAM]
 
 
 def scrubs_nothing_but(shard: DiskShard, block: BlockHash) -> None:

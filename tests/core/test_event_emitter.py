@@ -15,12 +15,12 @@ from kvcluster.core.messages import (
     Attach,
     Attached,
     Effect,
-    GoneEvent,
     PrepareStore,
     Publish,
     Purge,
     Purged,
-    Retell,
+    RemovedEvent,
+    Republish,
     StoreGrant,
     Tier,
 )
@@ -54,8 +54,8 @@ def published(*, strict: bool = True) -> tuple[LoneCoordinator, Voice, Outsider]
     return coordinator, voice, outsider
 
 
-def gone(block: BlockHash, tier: Tier = Tier.RAM) -> GoneEvent:
-    return GoneEvent(SPEC.namespace(OURS), key(block), False, tier)
+def gone(block: BlockHash, tier: Tier = Tier.RAM) -> RemovedEvent:
+    return RemovedEvent(SPEC.namespace(OURS), key(block), False, tier)
 
 
 def prepare(hashes: tuple[BlockHash, ...], tokens: tuple[int, ...]) -> Build:
@@ -180,7 +180,7 @@ def test_without_outsiders_nothing_is_published() -> None:
     outsider = Outsider()
     coordinator.listeners.append(outsider.listen)
     voice.report(*pages(CHAIN))
-    coordinator.step(Retell())
+    coordinator.step(Republish())
     coordinator.later(0)
     assert not outsider.heard
 
@@ -194,13 +194,13 @@ def test_the_memory_of_token_ids_is_bounded_and_forgets_the_oldest(monkeypatch: 
 
 
 def test_who_comes_late_is_told_all_blocks_again_some_in_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 2)
+    monkeypatch.setattr(announcing, "REPUBLISHED_BLOCKS", 2)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN), *pages(chain(2, seed=5)))
     voice.report(pages(CHAIN)[5]._replace(tier=Tier.HOST), gone(CHAIN[5]))
     late = Outsider(strict=False)
     coordinator.listeners.append(late.listen)
-    coordinator.step(Retell())
+    coordinator.step(Republish())
     assert not late.heard, "not in one step"
     assert coordinator.core.next_deadline() == 0
     coordinator.later(0)
@@ -211,29 +211,29 @@ def test_who_comes_late_is_told_all_blocks_again_some_in_each_tick(monkeypatch: 
 
 
 def test_what_goes_while_all_is_told_again_is_not_told_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 1)
+    monkeypatch.setattr(announcing, "REPUBLISHED_BLOCKS", 1)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN))
     late = Outsider(strict=False)
     coordinator.listeners.append(late.listen)
-    coordinator.step(Retell())
+    coordinator.step(Republish())
     voice.report(gone(CHAIN[4]))
     coordinator.later(0)
     assert late.blocks == indexed(coordinator.core)
-    coordinator.step(Retell())
+    coordinator.step(Republish())
     assert coordinator.ask(Purged, ours(Purge())).blocks == 5
     coordinator.later(0)
     assert late.blocks == {}
 
 
 def test_a_second_request_while_it_publishes_all_does_not_restart_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcing, "RETOLD_BLOCKS", 4)
+    monkeypatch.setattr(announcing, "REPUBLISHED_BLOCKS", 4)
     coordinator, voice, _ = published(strict=False)
     voice.report(*pages(CHAIN))
     late = Outsider(strict=False)
     coordinator.listeners.append(late.listen)
     for _ in range(3):
-        coordinator.step(Retell())
+        coordinator.step(Republish())
     coordinator.later(0)
     blocks = [block for told in late.heard for event in told.events for block in getattr(event, "hashes", ())]
     assert sorted(blocks) == sorted(CHAIN)
@@ -263,7 +263,7 @@ def test_a_namespace_that_is_forgotten_while_all_is_told_again_is_told_no_more()
     emitter = EventEmitter()
     space = SPEC.namespace(OURS)
     emitter.opened(space, OURS, SPEC)
-    emitter.retell([(space, iter([_Record(CHAIN[0], root(), 0, tiers=1)]))])
+    emitter.republish([(space, iter([_Record(CHAIN[0], root(), 0, tiers=1)]))])
     emitter.closed(space)
-    emitter.tell_some()
-    assert (emitter.take(0), emitter.retelling) == ([], False)
+    emitter.republish_some()
+    assert (emitter.take(0), emitter.republishing) == ([], False)

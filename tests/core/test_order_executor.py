@@ -16,7 +16,6 @@ from kvcluster.core.messages import (
     Effect,
     Erase,
     EvictOrder,
-    GoneEvent,
     Leave,
     LeaveReason,
     Move,
@@ -28,6 +27,7 @@ from kvcluster.core.messages import (
     PageKey,
     PullOrder,
     PurgedEvent,
+    RemovedEvent,
     ShardAddress,
     Suspect,
     Tier,
@@ -66,7 +66,7 @@ def test_a_condemned_page_stays_with_its_reader_and_is_found_by_no_other() -> No
     shard.store(attempt(1), A)
     [read] = pinned(shard.pin(attempt(2), A))
     shard.evict(A)
-    assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=False)]
+    assert shard.settle() == [RemovedEvent(shard.space, key(A), corrupt=False)]
     assert misses(shard.pin(attempt(3), A)) == [MissReason.EVICTED]
     assert shard.core.pool.condemned == 1
     assert shard.reserve(attempt(4), A) == (Written.FULL,), "its bytes are still being read"
@@ -85,7 +85,7 @@ def test_an_order_takes_all_parts_of_a_block_and_leaves_what_is_being_written() 
     shard.settle()
     shard.reserve(attempt(3), C)
     shard.evict(B, C, D)
-    assert shard.settle() == [GoneEvent(shard.space, key(B, part), corrupt=False) for part in (LEFT, RIGHT)]
+    assert shard.settle() == [RemovedEvent(shard.space, key(B, part), corrupt=False) for part in (LEFT, RIGHT)]
     assert shard.commit(attempt(3), 0) == (Written.COMMITTED,)
     assert counters(shard)["evicted"] == 2
 
@@ -100,7 +100,7 @@ def test_an_order_is_carried_out_once_and_said_at_once() -> None:
     shard = LoneShard.joined()
     shard.store(attempt(1), A)
     shard.evict(A)
-    assert is_done(shard) and report(shard).events == (GoneEvent(shard.space, key(A), corrupt=False),)
+    assert is_done(shard) and report(shard).events == (RemovedEvent(shard.space, key(A), corrupt=False),)
     shard.settle()
     shard.store(attempt(2), A)
     shard.hear(orders=(EvictOrder(shard.ordered, ((shard.space, A),)),))
@@ -331,7 +331,7 @@ def test_a_tombstone_is_carried_out_once() -> None:
 def test_a_purge_of_many_pages_is_carried_out_in_slices_and_told_when_it_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(limits, "BURIED_PAGES", 2)
+    monkeypatch.setattr(limits, "PURGED_PAGES_PER_STEP", 2)
     shard = LoneShard.joined()
     shard.store(attempt(1), *BLOCKS[:5])
     writing = attempt(2)

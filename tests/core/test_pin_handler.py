@@ -12,12 +12,12 @@ from kvcluster.core.messages import (
     Commit,
     CommitGrant,
     Erase,
-    GoneEvent,
     LeaveReason,
     PageSlot,
     PinGrant,
     PurgedEvent,
     RefusedKind,
+    RemovedEvent,
     Revoke,
     Suspect,
     Tier,
@@ -215,7 +215,7 @@ def test_a_page_that_is_found_corrupt_is_a_miss_and_is_withdrawn_and_the_others_
     assert corrupt == Miss(MissReason.CORRUPT, "on disk")
     assert isinstance(second, PageSlot) and isinstance(third, PageSlot)
     assert (second.key, third.key) == (key(B), key(C))
-    assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=True, tier=Tier.DISK)]
+    assert shard.settle() == [RemovedEvent(shard.space, key(A), corrupt=True, tier=Tier.DISK)]
     told = counters(shard)
     assert (told["corrupt"], told["staged"]) == (1, 1)
     assert (used(shard), host_bytes(shard)) == (1, Q8)
@@ -228,7 +228,7 @@ def test_a_page_that_two_readers_find_corrupt_is_told_of_once() -> None:
     for call in calls:
         shard.read(0)
         assert reply(shard, call) == (Miss(MissReason.CORRUPT, "on disk"),)
-    assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=True, tier=Tier.DISK)]
+    assert shard.settle() == [RemovedEvent(shard.space, key(A), corrupt=True, tier=Tier.DISK)]
     assert counters(shard)["corrupt"] == 1
     assert end(shard, attempt(1)) and end(shard, attempt(2))
     assert nothing_is_left(shard)
@@ -241,7 +241,7 @@ def test_what_was_decoded_from_a_page_that_is_found_corrupt_goes_with_it() -> No
     shard.settle()
     shard.pinning(attempt(1), A, tenant=CLUSTER)
     shard.read(0)
-    told = [(gone.tier, gone.corrupt) for gone in shard.settle() if isinstance(gone, GoneEvent)]
+    told = [(gone.tier, gone.corrupt) for gone in shard.settle() if isinstance(gone, RemovedEvent)]
     assert told == [(Tier.DISK, True), (Tier.RAM, False)]
     assert end(shard, attempt(1))
     assert nothing_is_left(shard)
@@ -255,7 +255,7 @@ def test_what_a_reader_suspects_is_read_again_on_disk_too() -> None:
     assert shard.reading is not None
     assert [(slot.tier, slot.sums) for slot in shard.reading.slots] == [(Tier.DISK, b"sums of " + A)]
     shard.verdict(0)
-    assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=True, tier=Tier.DISK)]
+    assert shard.settle() == [RemovedEvent(shard.space, key(A), corrupt=True, tier=Tier.DISK)]
     assert end(shard, attempt(1))
     assert nothing_is_left(shard)
 
@@ -665,7 +665,7 @@ def test_a_page_that_is_evicted_while_a_reader_waits_is_gone_for_others_and_stay
     shard = having(A)
     call = shard.pinning(attempt(1), A)
     shard.evict(A, tier=Tier.DISK)
-    assert shard.settle() == [GoneEvent(shard.space, key(A), corrupt=False, tier=Tier.DISK)]
+    assert shard.settle() == [RemovedEvent(shard.space, key(A), corrupt=False, tier=Tier.DISK)]
     assert misses(shard.pin(attempt(2), A, accept=Loss.Q4)) == [MissReason.EVICTED]
     assert end(shard, attempt(2))
     assert used(shard) == 1, "it is still being read"

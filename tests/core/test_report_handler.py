@@ -16,7 +16,6 @@ from kvcluster.core.messages import (
     Attached,
     Decision,
     Effect,
-    GoneEvent,
     Inventory,
     PageEvent,
     Persist,
@@ -25,6 +24,7 @@ from kvcluster.core.messages import (
     PurgedEvent,
     Refused,
     RefusedKind,
+    RemovedEvent,
     Stalled,
     Tick,
     Tier,
@@ -138,7 +138,7 @@ def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pyte
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     unknown = PageEvent(HYBRID.namespace(OURS), key(B), root(), 0, Tier.RAM, Loss.EXACT)
     assert voice.report(unknown, page(B, parent=A, depth=1)).acked == 2
-    assert voice.report(GoneEvent(HYBRID.namespace(OURS), key(B), corrupt=False)).acked == 3
+    assert voice.report(RemovedEvent(HYBRID.namespace(OURS), key(B), corrupt=False)).acked == 3
     assert coordinator.status().blocks == 2
 
 

@@ -11,11 +11,11 @@ from kvcluster.core.messages import (
     Done,
     EvictOrder,
     Flush,
-    GoneEvent,
     Inventory,
     LeaveReason,
     OrderProgress,
     PageEvent,
+    RemovedEvent,
     ReportAck,
     Tick,
     Written,
@@ -176,7 +176,7 @@ def test_a_page_whose_namespace_is_forgotten_is_told_to_be_gone(monkeypatch: pyt
     shard.fail()
     shard.later(SECOND)
     told = report(shard)
-    assert [type(event) for event in told.events] == [PageEvent, GoneEvent]
+    assert [type(event) for event in told.events] == [PageEvent, RemovedEvent]
     assert told.specs == ()
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
-from kvcluster.core.messages import Done, GoneEvent, NewPage, Refused, RefusedKind, Suspect, Verified, Verify
+from kvcluster.core.messages import Done, NewPage, Refused, RefusedKind, RemovedEvent, Suspect, Verified, Verify
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.shard import scrubber
 from kvcluster.core.shard.page import Page
@@ -193,7 +193,7 @@ def test_a_suspected_page_is_read_again_and_condemned_if_it_is_corrupt() -> None
     assert pinned(shard.pin(of_worker(2), A, B)), "a report is no verdict"
     assert end(shard, of_worker(2))
     shard.verdict(where)
-    assert shard.settle() == [GoneEvent(shard.space, key_of(B), corrupt=True)]
+    assert shard.settle() == [RemovedEvent(shard.space, key_of(B), corrupt=True)]
     assert misses(shard.pin(of_worker(3), B)) == [MissReason.EVICTED]
     assert pinned(shard.pin(of_worker(4), A))
     counted = counters(shard)
@@ -218,8 +218,8 @@ def test_a_page_keeps_its_place_while_it_is_judged() -> None:
     assert waiting not in shard.replies, "its bytes are still being read"
     shard.verdict(0)
     assert waiting in shard.replies
-    assert [event for event in shard.settle() if isinstance(event, GoneEvent)] == [
-        GoneEvent(shard.space, key_of(A), corrupt=False)
+    assert [event for event in shard.settle() if isinstance(event, RemovedEvent)] == [
+        RemovedEvent(shard.space, key_of(A), corrupt=False)
     ], "it was gone already, and is told once"
 
 

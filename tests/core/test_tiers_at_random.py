@@ -16,7 +16,6 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
-    GoneEvent,
     MovePages,
     NewPage,
     PageEvent,
@@ -25,6 +24,7 @@ from kvcluster.core.messages import (
     PageSlot,
     PinGrant,
     PurgedEvent,
+    RemovedEvent,
     ShardAddress,
     StreamEvent,
     Suspect,
@@ -97,7 +97,7 @@ class TiersOfAShard(RuleBasedStateMachine):
             match event:
                 case PageEvent():
                     self.told[event.key, event.tier] = (event.loss, event.codec)
-                case GoneEvent():
+                case RemovedEvent():
                     del self.told[event.key, event.tier]  # it was told of, and is told once
                 case PurgedEvent():
                     self.told.clear()

@@ -6,10 +6,10 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import SECTOR_BYTES
 from kvcluster.core.ids import CLUSTER
 from kvcluster.core.messages import (
-    GoneEvent,
     NewPage,
     PageEvent,
     PurgedEvent,
+    RemovedEvent,
     ShardInfo,
     Suspect,
     Tier,
@@ -85,7 +85,7 @@ def test_what_was_not_decoded_stays_without_its_twin() -> None:
 def test_a_twin_found_corrupt_takes_what_was_decoded_from_it_along() -> None:
     shard = with_twins(scrub_bytes=2**20)
     shard.verdict(scrubbed(shard).index(Tier.HOST))
-    told = [event for event in shard.settle() if isinstance(event, GoneEvent)]
+    told = [event for event in shard.settle() if isinstance(event, RemovedEvent)]
     assert told == [left(A, Tier.HOST, corrupt=True), left(A, Tier.RAM)]
     assert counters(shard)["corrupt"] == 1
 
@@ -94,7 +94,7 @@ def test_both_twins_found_corrupt_at_once_are_told_of_once_each() -> None:
     shard = with_twins(scrub_bytes=2**20)
     assert sorted(scrubbed(shard)) == [Tier.RAM, Tier.RAM, Tier.HOST]
     shard.verdict(0, 1, 2)
-    told = [event for event in shard.settle() if isinstance(event, GoneEvent) and event.key == key(A)]
+    told = [event for event in shard.settle() if isinstance(event, RemovedEvent) and event.key == key(A)]
     assert sorted(event.tier for event in told) == [Tier.RAM, Tier.HOST]
     assert list(shard.core.pool.everything()) == []
 
@@ -256,7 +256,7 @@ def test_an_inventory_tells_of_no_page_that_is_on_its_way_and_the_stream_tells_o
     shard.hear(inventory=True)
     assert [(page.key, page.tier) for page in inventory(shard).pages if page.key == key(B)] == [(key(B), Tier.RAM)]
     shard.move()
-    told = [(event.key.hash, event.tier) for event in shard.settle()[3:] if isinstance(event, PageEvent | GoneEvent)]
+    told = [(event.key.hash, event.tier) for event in shard.settle()[3:] if isinstance(event, PageEvent | RemovedEvent)]
     assert told == [(B, Tier.HOST), (B, Tier.RAM)]
 
 

@@ -38,7 +38,6 @@ from kvcluster.core.messages import (
     GetOffers,
     GetPins,
     GetStatus,
-    GoneEvent,
     Inventory,
     Link,
     Move,
@@ -59,15 +58,16 @@ from kvcluster.core.messages import (
     Purge,
     RegisterEngine,
     RegisterSpans,
+    RemovedEvent,
     Renew,
     RenewTicket,
     Report,
     ReportAck,
     ReportAnswered,
     ReportFailed,
+    Republish,
     Request,
     Reserve,
-    Retell,
     SavePages,
     ScheduleSeen,
     Send,
@@ -448,7 +448,7 @@ def report(size: int) -> Step:
     """Corrupt pages of blocks that lie elsewhere too, while the shard asks for room, all of which has been promised."""
     core, shards = held(size)
     core.step(asks(PrepareLoad(attempt(1), hashes(min(size, limits.BLOCKS_PER_CALL)), whole()), SPACE), NOW)
-    gone = [GoneEvent(SPACE, PageKey(block(at), 0, SPEC.whole(0)), True, Tier.RAM) for at in range(size)]
+    gone = [RemovedEvent(SPACE, PageKey(block(at), 0, SPEC.whole(0)), True, Tier.RAM) for at in range(size)]
     return Step(core, shards.report(0, gone, pressure_bytes=2**40))
 
 
@@ -491,8 +491,8 @@ def inventory(size: int) -> Step:
     return Step(core, asks(Inventory(shards.info(0), core.epoch, 1, 0, False, pages)))
 
 
-def retell(size: int) -> Step:
-    return Step(namespaces(size), Retell())
+def republish(size: int) -> Step:
+    return Step(namespaces(size), Republish())
 
 
 def coordinator_tick(size: int) -> Step:
@@ -557,7 +557,7 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (Report, report_of_a_shard_that_erases, limits.BLOCKS_PER_CALL),
     (Inventory, inventory, limits.INVENTORY_CHUNK),
     (ScheduleSeen, schedule_seen, limits.SCHEDULE_LINES),
-    (Retell, retell, limits.NAMESPACES_PER_TENANT),
+    (Republish, republish, limits.NAMESPACES_PER_TENANT),
     (Tick, coordinator_tick, limits.BLOCKS_PER_CALL),
     (Tick, tick_that_ends_leases, 8 * limits.BLOCKS_PER_CALL),
     (Stalled, coordinator_stalled, limits.TICKETS),
@@ -615,7 +615,7 @@ class LoneShard:
         if self._sent is None:
             self.step(asks(Flush(0)))
         if self._sent is None:
-            self.core.state.report_sender.say_soon()
+            self.core.state.report_sender.report_soon()
             self.step(asks(GetOffers()))
         return self.ack(**said)
 

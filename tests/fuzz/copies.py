@@ -313,7 +313,7 @@ class _Load:
             exchange.then.append((item, self.now()))
 
         exchange.ranges.gate, self.threads.stop = self.threads.gate(), stop  # type: ignore[assignment]
-        sink = LoadSink(NAMESPACE, self.spec, self.bound, exchange.ranges, self.progress, self._layer_came)
+        sink = LoadSink(NAMESPACE, self.spec, self.bound, exchange.ranges, self.progress, self._layer_completed)
         coded = [self._encoded(piece) for piece in exchange.pieces]
         records = [record for item in range(len(exchange.pieces)) for record in self._records(exchange, item)]
         if rng.random() < 0.3:  # one at a time
@@ -466,7 +466,7 @@ class _Load:
 
     # ------------------------------------------------------------------------------------------- the judge
 
-    def _layer_came(self) -> None:
+    def _layer_completed(self) -> None:
         self.layers_told += 1
 
     def _judge(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.reports import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent, Publish
 from kvcluster.runtime import event_log
-from kvcluster.runtime.event_log import EventLog, Wish
+from kvcluster.runtime.event_log import EventLog, PacedRequest
 from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 from tests.runtime.events import block, effect, removed, stored, stream
@@ -227,7 +227,7 @@ def test_numbers_grow_and_a_replay_says_what_it_lacks(
 
 
 def test_a_wish_is_granted_at_most_once_in_a_while_and_never_forgotten() -> None:
-    wish = Wish(10)
+    wish = PacedRequest(10)
     assert not wish.due(0)
     wish.make()
     wish.make()

@@ -43,7 +43,7 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import DataPath, RefusedByShard, run_to_completion
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
-from kvcluster.transport.path_selector import Nowhere, offer_of
+from kvcluster.transport.path_selector import DiscardSink, offer_of
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
@@ -384,7 +384,7 @@ def test_a_connection_of_either_version_works_and_stays_in_it(served: Site, path
         connected.sendall(socket_frames.encode_header(FrameKind.READ, len(body), version) + body)
         assert _frame(connected)[:2] == (version, FrameKind.REFUSED), "the namespace is not known"
     with closing(PATHS[path](served.paths[path], version)) as ours, pytest.raises(RefusedByShard):
-        run_to_completion(ours.read(NOTHING, Nowhere(), soon()))
+        run_to_completion(ours.read(NOTHING, DiscardSink(), soon()))
     assert served.refused == before
 
 
@@ -435,7 +435,7 @@ def test_a_page_stream_over_grpc_is_answered_in_the_version_that_both_speak(serv
 def test_a_stream_may_be_the_first_call_of_a_connection(served: Site) -> None:
     with closing(GrpcPages(served.address, None)) as pages, pytest.raises(RefusedByShard):
         assert pages._connection.version is None
-        run_to_completion(pages.read(NOTHING, Nowhere(), soon()))
+        run_to_completion(pages.read(NOTHING, DiscardSink(), soon()))
 
 
 @pytest.mark.parametrize("path", [READ, WRITE])

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from kvcluster.core.ids import BlockHash, Holder
 from kvcluster.core.invariants import check_coordinator
-from kvcluster.core.messages import CoordinatorMessage, Effect, GoneEvent, PageEvent, PageKey, SyncTables, TablesSynced
+from kvcluster.core.messages import (
+    CoordinatorMessage,
+    Effect,
+    PageEvent,
+    PageKey,
+    RemovedEvent,
+    SyncTables,
+    TablesSynced,
+)
 from kvcluster.core.miss import Loss
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.sequences.table_keeper import TableKeeper
@@ -71,7 +79,7 @@ class Cluster:
                 assert space == PRIVATE
                 del self.private[block]
             self.shard.report(
-                *(GoneEvent(space, PageKey(block, 0, WHOLE), False, order.tier) for space, block in order.blocks)
+                *(RemovedEvent(space, PageKey(block, 0, WHOLE), False, order.tier) for space, block in order.blocks)
             )
 
     def lease_ends(self) -> None:

@@ -18,8 +18,8 @@ from kvcluster.core.messages import (
     Publish,
     Purge,
     Purged,
+    Republish,
     Request,
-    Retell,
     Tombstone,
     Warn,
 )
@@ -113,8 +113,8 @@ class CoordinatorProcess(SimulatedCore):
         self.kernel.at(self.kernel.now + RETELL_NS, self, self._retell)
 
     def _retell(self) -> None:
-        if self.core.retelling:  # it may have retold already what was dropped since
+        if self.core.republishing:  # it may have retold already what was dropped since
             self._ask_again()
         elif self.listener.behind:
-            self.listener.retelling()
-            self.step(Retell())
+            self.listener.republishing()
+            self.step(Republish())

@@ -1,7 +1,7 @@
 """What a subscriber to KV events knows: which blocks are in which tier, rebuilt from the events alone.
 
 Routers and indexers keep such a picture. If it has received every event since its coordinator started, or every event
-of a Retell and all after it, it equals the coordinator's index (`indexed`).
+of a Republish and all after it, it equals the coordinator's index (`indexed`).
 
 Invariant of a `strict` picture, which has received everything: no block is stored twice in a tier, and no block is
 removed that was not there.

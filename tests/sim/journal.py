@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, ShardAddress, ShardInfo
+from kvcluster.core.messages import Need, PageEvent, PageKey, RemovedEvent, ShardAddress, ShardInfo
 from kvcluster.core.miss import Miss
 
 TAIL = 200
@@ -75,7 +75,7 @@ _FORMS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     (Attempt, lambda attempt: f"#{int.from_bytes(attempt.holder[-2:], 'big')}.{attempt.counter}"),
     (Need, lambda need: f"need{' without ' + ' '.join(need.avoid) if need.avoid else ''}"),
     (PageEvent, lambda event: f"+{words(event.key)}"),
-    (GoneEvent, lambda event: f"-{words(event.key)}{' corrupt' if event.corrupt else ''}"),
+    (RemovedEvent, lambda event: f"-{words(event.key)}{' corrupt' if event.corrupt else ''}"),
     (Miss, lambda miss: miss.reason.value),
     (bytes, lambda name: name.hex()[:6] if name else "-"),
     (Enum, lambda member: str(member.name).lower()),

@@ -1,7 +1,7 @@
 """A subscriber to the KV events of one coordinator incarnation, and its publisher, which may drop some.
 
 It models what runtime/event_publisher.py promises. A publisher that drops an event voids its stream: nothing published
-of that namespace so far counts any more, and the coordinator is asked to publish all blocks again (`Retell`). A
+of that namespace so far counts any more, and the coordinator is asked to publish all blocks again (`Republish`). A
 coordinator that starts has a new publisher, so each incarnation has a new listener.
 
 Once the coordinator has published everything, the listener's picture must equal the coordinator's index. Parents and
@@ -24,7 +24,7 @@ class EventListener:
     def __init__(self) -> None:
         self._picture = EventPicture()
         self.behind = False
-        """Whether an event was dropped since the last Retell began."""
+        """Whether an event was dropped since the last Republish began."""
 
     def lose(self, told: Publish) -> None:
         """The publisher drops the events that one step of the coordinator made for one namespace."""
@@ -44,11 +44,11 @@ class EventListener:
                 require(picture.parents[block] == parent, "a block is published with a wrong parent")
                 require(picture.tokens.get(block, tokens) == tokens, "a block is published with token ids of another")
 
-    def retelling(self) -> None:
+    def republishing(self) -> None:
         """The coordinator begins to publish all blocks again, which makes up for all events dropped before."""
         self.behind = False
 
     def judge(self, coordinator: Coordinator) -> None:
         """Raises Violation if the picture differs from the index, once the coordinator has published everything."""
-        if not self.behind and not coordinator.retelling:
+        if not self.behind and not coordinator.republishing:
             require(self._picture.blocks == indexed(coordinator), "a listener that got every KV event is wrong")

@@ -56,7 +56,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
     require(all(worker.idle for worker in world.workers), "a call has not ended")
     require(not len(coordinator.core.state.tickets), "a ticket is left")
     require(not coordinator.unanswered(), "the coordinator has not answered a question")
-    require(not coordinator.listener.behind and not coordinator.core.retelling, "a listener to KV events is behind")
+    require(not coordinator.listener.behind and not coordinator.core.republishing, "a listener to KV events is behind")
     require(not any(world.shards[name].dead for name in world.names), "a shard has not been restarted")
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     require(

@@ -16,7 +16,7 @@ from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.pieces import Piece, each, plan_pieces
 from kvcluster.transfers.plan_messages import (
     Answered,
-    AskElsewhere,
+    FindReplicas,
     FinishLoad,
     LoadEffect,
     LoadEvent,
@@ -83,7 +83,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
             case StopRead():
                 delay_ns = int(COPY_NS * world.later.random()) if world.later.random() < 0.5 else 0
                 worker.kernel.at(worker.kernel.now + delay_ns, worker, self._stop, effect)
-            case AskElsewhere():
+            case FindReplicas():
                 worker.start(self._ask(effect))
             case ReportCorrupt(shard, keys):
                 world.count("suspect", "told")
@@ -110,7 +110,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         self._worker.world.count("load", "exchange stopped")
         self._deliver(ReadStopped(effect.exchange, effect.items))
 
-    def _ask(self, effect: AskElsewhere) -> Script:
+    def _ask(self, effect: FindReplicas) -> Script:
         model, answers = self._model, list[Explained]()
         for question in effect.questions:
             told = yield from self._worker.question(
@@ -185,9 +185,9 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
             worker.world.oracle.accepted(self._model.space, key, layer, self._body.need.accept)
             self._destination.came(layer.loss)
             self._destination.write(start.exchange, piece, layer.layer, right=True)
-            ranges.came(layer.item, layer.layer + 1)
+            ranges.arrived(layer.item, layer.layer + 1)
             layers = piece.model_layers(self._model.spec)[layer.layer - piece.want.layer_start :][:1]
-            if self._progress.came({layers: [piece.block]}, len(layer.data)):
+            if self._progress.arrived({layers: [piece.block]}, len(layer.data)):
                 self._destination.check_layers(layers)
         else:
             worker.world.oracle.refused(key, layer)

@@ -188,7 +188,7 @@ def _commit() -> str:
         return "unknown"
 
 
-_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": record_sweeper, "BATCH": evictor, "RETOLD_BLOCKS": event_emitter}
+_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": record_sweeper, "BATCH": evictor, "REPUBLISHED_BLOCKS": event_emitter}
 """The modules of the bounds that are not in core/limits.py."""
 
 

@@ -292,7 +292,7 @@ def _limits(rng: random.Random) -> dict[str, int]:
 
 def _batches(later: random.Random) -> dict[str, int]:
     """Draws bounds of blocks per step, so low that work is left for a later step; or keeps the real ones."""
-    return {"SWEEP_BLOCKS": 2, "BATCH": 2, "RETOLD_BLOCKS": 2} if later.random() < 0.3 else {}
+    return {"SWEEP_BLOCKS": 2, "BATCH": 2, "REPUBLISHED_BLOCKS": 2} if later.random() < 0.3 else {}
 
 
 def without_faults(scenario: Scenario) -> Scenario:

@@ -34,7 +34,7 @@ from kvcluster.transport.page_session import (
     LONGEST_NS,
     AskCore,
     Committed,
-    CoreSaid,
+    CoreAnswered,
     Fail,
     Finished,
     Granted,
@@ -144,7 +144,7 @@ def _drive(shard: SessionHost, session: Session, plan: PageSession, event: Sessi
         reply = yield answered, LONGEST_NS
         session.refused = session.refused or reply == Done(False)
         late = Miss(MissReason.DEADLINE, "the shard does not answer")
-        effects = plan.step(CoreSaid(late if reply is TIMED_OUT else reply))
+        effects = plan.step(CoreAnswered(late if reply is TIMED_OUT else reply))
     moves = bool(effects) and isinstance(effects[0], MoveFrame)
     require(not (moves and session.refused), "a frame moves under a lease that the core has refused to renew")
     return effects[0] if effects else None

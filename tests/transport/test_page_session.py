@@ -44,7 +44,7 @@ from kvcluster.transport.base import Unavailable
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
-    CoreSaid,
+    CoreAnswered,
     Fail,
     Finished,
     Granted,
@@ -101,7 +101,7 @@ def moving(request: ReadRequest | WriteRequest = READ) -> PageSession:
     session = PageSession(TENANT, request)
     session.step(Open())
     grant = PinGrant(tuple(SLOTS)) if request is READ else WriteGrant(tuple(SLOTS))
-    assert one(session.step(CoreSaid(grant)), Granted).pages == tuple(SLOTS)
+    assert one(session.step(CoreAnswered(grant)), Granted).pages == tuple(SLOTS)
     return session
 
 
@@ -113,7 +113,7 @@ def renewing(request: ReadRequest | WriteRequest = READ, *, by: SessionEvent | N
 
 def committing() -> PageSession:
     session = renewing(WRITE, by=ALL)
-    assert asked(session.step(CoreSaid(Done()))) == Commit(ATTEMPT, (0, 1, 2), (b"s0", b"s1", b"s2"))
+    assert asked(session.step(CoreAnswered(Done()))) == Commit(ATTEMPT, (0, 1, 2), (b"s0", b"s1", b"s2"))
     return session
 
 
@@ -121,7 +121,7 @@ def gives_back(session: PageSession, ending: type[Unpin] | type[Abort]) -> None:
     """It does so once, and is over."""
     assert asked(session.step(Stopped())) == ending(ATTEMPT)
     assert not session.over
-    assert session.step(CoreSaid(Done())) == []
+    assert session.step(CoreAnswered(Done())) == []
     assert session.over
     assert session.step(Stopped()) == []
 
@@ -154,17 +154,17 @@ def test_spans_that_are_not_all_looked_up_yet_are_asked_for_again_and_not_for_ev
     rounds = 0
     while isinstance(asked(asks), PinSpans):
         rounds += 1
-        asks = session.step(CoreSaid(SpansPending()))
+        asks = session.step(CoreAnswered(SpansPending()))
     assert rounds > limits.PAGES_PER_CALL // limits.SPAN_LOOKUPS, "as often as the largest message takes"
     assert asked(asks) == Unpin(ATTEMPT)
-    assert failed(session.step(CoreSaid(Done()))).reason is MissReason.DEADLINE
+    assert failed(session.step(CoreAnswered(Done()))).reason is MissReason.DEADLINE
     assert session.over
 
 
 def test_what_is_refused_was_not_granted_and_is_not_given_back() -> None:
     session, refused = PageSession(TENANT, READ), Refused(RefusedKind.STALE, "another epoch")
     session.step(Open())
-    assert session.step(CoreSaid(refused)) == [Refuse(refused)]
+    assert session.step(CoreAnswered(refused)) == [Refuse(refused)]
     assert session.over and session.step(Stopped()) == []
 
 
@@ -175,15 +175,15 @@ def test_a_grant_that_was_not_heard_of_is_given_back(
 ) -> None:
     session = PageSession(TENANT, request_)
     session.step(Open())
-    assert asked(session.step(CoreSaid(LATE))) == ending(ATTEMPT)
-    assert failed(session.step(CoreSaid(last))) == LATE
+    assert asked(session.step(CoreAnswered(LATE))) == ending(ATTEMPT)
+    assert failed(session.step(CoreAnswered(last))) == LATE
     assert session.over and session.step(Stopped()) == []
 
 
 def test_a_lease_whose_end_is_not_answered_is_over_all_the_same() -> None:
     session = moving()
     session.step(Stopped())
-    assert session.step(CoreSaid(LATE)) == [] and session.over
+    assert session.step(CoreAnswered(LATE)) == [] and session.over
 
 
 def test_pages_that_a_worker_may_write_on_unseen_are_never_given_back() -> None:
@@ -198,21 +198,21 @@ def test_pages_that_a_worker_may_write_on_unseen_are_never_given_back() -> None:
 def test_each_frame_renews_the_lease_before_it_moves() -> None:
     session = renewing()
     for _ in range(2):
-        assert session.step(CoreSaid(Done())) == [MoveFrame()]
+        assert session.step(CoreAnswered(Done())) == [MoveFrame()]
         effects = session.step(MoveNext())
         assert asked(effects) == Renew(ATTEMPT)
 
 
 def test_no_frame_moves_under_a_lease_that_has_ended() -> None:
     session = renewing()
-    assert failed(session.step(CoreSaid(Done(False)))) == ENDED
+    assert failed(session.step(CoreAnswered(Done(False)))) == ENDED
     assert failed(session.step(MoveNext())) == ENDED, "nor later, though the core would say something else"
     gives_back(session, Unpin)
 
 
 def test_a_renewal_that_is_not_answered_ends_the_exchange_and_gives_back_the_lease() -> None:
     session = renewing()
-    assert failed(session.step(CoreSaid(LATE))) == LATE
+    assert failed(session.step(CoreAnswered(LATE))) == LATE
     gives_back(session, Unpin)
 
 
@@ -222,12 +222,12 @@ def test_a_renewal_that_is_not_answered_ends_the_exchange_and_gives_back_the_lea
 def test_a_store_commits_what_matched_and_tells_of_each_page() -> None:
     session = PageSession(TENANT, WRITE)
     session.step(Open())
-    session.step(CoreSaid(WriteGrant((SLOTS[0], Written.DUPLICATE, SLOTS[2]))))
+    session.step(CoreAnswered(WriteGrant((SLOTS[0], Written.DUPLICATE, SLOTS[2]))))
     session.step(Finished({2: b"s2"}, None))
-    effects = session.step(CoreSaid(Done()))
+    effects = session.step(CoreAnswered(Done()))
     assert asked(effects) == Commit(ATTEMPT, (2,), (b"s2",))
     outcome = [Written.CORRUPT, Written.DUPLICATE, Written.COMMITTED]
-    assert session.step(CoreSaid(CommitGrant((Written.COMMITTED,)))) == [Committed(outcome)]
+    assert session.step(CoreAnswered(CommitGrant((Written.COMMITTED,)))) == [Committed(outcome)]
     assert session.over and session.step(Stopped()) == [], "a commit ends the lease"
 
 
@@ -236,28 +236,28 @@ def test_a_store_that_may_write_no_page_tells_why_and_renews_no_lease(why: Writt
     """A shard that is no member, or no longer one, takes no writes and leases nothing."""
     session = PageSession(TENANT, WRITE)
     session.step(Open())
-    session.step(CoreSaid(WriteGrant((why,) * 3)))
+    session.step(CoreAnswered(WriteGrant((why,) * 3)))
     assert asked(session.step(Finished({}, None))) == Abort(ATTEMPT)
-    assert session.step(CoreSaid(Done(False))) == [Committed([why] * 3)]
+    assert session.step(CoreAnswered(Done(False))) == [Committed([why] * 3)]
     assert session.over and session.step(Stopped()) == []
 
 
 def test_a_store_that_is_not_whole_commits_nothing() -> None:
     session = renewing(WRITE, by=Finished({0: b"s0"}, 1))
-    error = one(session.step(CoreSaid(Done())), Fail).error
+    error = one(session.step(CoreAnswered(Done())), Fail).error
     assert isinstance(error, ProtocolError) and str(error) == "the store ended before page 1 was whole"
     gives_back(session, Abort)
 
 
 def test_a_store_whose_lease_has_ended_commits_nothing() -> None:
     session = renewing(WRITE, by=ALL)
-    assert failed(session.step(CoreSaid(Done(False)))) == ENDED
+    assert failed(session.step(CoreAnswered(Done(False)))) == ENDED
     gives_back(session, Abort)
 
 
 def test_a_commit_that_is_not_answered_fails_and_its_lease_is_over() -> None:
     session = committing()
-    assert failed(session.step(CoreSaid(LATE))) == LATE
+    assert failed(session.step(CoreAnswered(LATE))) == LATE
     assert session.over and session.step(Stopped()) == []
 
 
@@ -274,7 +274,7 @@ def test_a_lease_that_is_revoked_between_frames_breaks_off_and_moves_no_other() 
 def test_a_lease_that_is_revoked_while_it_is_renewed_moves_no_frame() -> None:
     session = renewing()
     assert session.step(Revoked(PURGING)) == [Interrupt()]
-    assert failed(session.step(CoreSaid(Done()))) == PURGING, "it was renewed before it was revoked"
+    assert failed(session.step(CoreAnswered(Done()))) == PURGING, "it was renewed before it was revoked"
     gives_back(session, Unpin)
 
 
@@ -289,7 +289,7 @@ def test_a_lease_that_is_revoked_before_it_is_heard_of_moves_nothing() -> None:
     session = PageSession(TENANT, READ)
     session.step(Open())
     assert session.step(Revoked(PURGING)) == [Interrupt()]
-    one(session.step(CoreSaid(PinGrant(tuple(SLOTS)))), Granted)
+    one(session.step(CoreAnswered(PinGrant(tuple(SLOTS)))), Granted)
     assert failed(session.step(MoveNext())) == PURGING
     gives_back(session, Unpin)
 
@@ -298,7 +298,7 @@ def test_a_commit_under_way_when_its_lease_is_revoked_tells_what_the_core_says()
     session = committing()
     assert session.step(Revoked(PURGING)) == [Interrupt()]
     lost = (Written.LOST,) * 3
-    assert session.step(CoreSaid(CommitGrant(lost))) == [Committed(list(lost))]
+    assert session.step(CoreAnswered(CommitGrant(lost))) == [Committed(list(lost))]
 
 
 @pytest.mark.parametrize("state", ["ending", "over"])
@@ -306,7 +306,7 @@ def test_a_lease_that_is_being_given_back_has_nothing_to_break_off(state: str) -
     session = moving()
     session.step(Stopped())
     if state == "over":
-        session.step(CoreSaid(Done()))
+        session.step(CoreAnswered(Done()))
     assert session.step(Revoked(PURGING)) == []
     assert session.step(Stopped()) == [], "it is given back once"
 
@@ -314,7 +314,7 @@ def test_a_lease_that_is_being_given_back_has_nothing_to_break_off(state: str) -
 # ---------------------------------------------------------------------------------------- illegal events
 
 
-@pytest.mark.parametrize("event", [Open(), CoreSaid(Done())], ids=["open", "answer"])
+@pytest.mark.parametrize("event", [Open(), CoreAnswered(Done())], ids=["open", "answer"])
 def test_a_session_is_opened_once_and_hears_answers_to_questions_alone(event: SessionEvent) -> None:
     session = moving()
     with pytest.raises(AssertionError):

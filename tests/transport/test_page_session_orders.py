@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import PURGING
 from kvcluster.transport.page_session import (
     AskCore,
-    CoreSaid,
+    CoreAnswered,
     Finished,
     Granted,
     MoveFrame,
@@ -86,7 +86,7 @@ def test_whatever_happens_a_lease_is_given_back_once_and_only_when_no_byte_moves
         if ask is not None:
             reply = shard.do(ask.build(CALL).question)
             refused = move == "no" and reply == Done()
-            effects = session.step(CoreSaid(LATE if move == "late" else Done(False) if refused else reply))
+            effects = session.step(CoreAnswered(LATE if move == "late" else Done(False) if refused else reply))
         elif session.over:
             assert session.step(Stopped()) == [] and session.step(Revoked(PURGING)) == []
             effects = []
@@ -99,5 +99,5 @@ def test_whatever_happens_a_lease_is_given_back_once_and_only_when_no_byte_moves
     while not session.over:
         shard.may_move = False
         reply = shard.do(asked(effects or session.step(Stopped())))
-        effects = [effect for effect in session.step(CoreSaid(reply)) if isinstance(effect, AskCore)]
+        effects = [effect for effect in session.step(CoreAnswered(reply)) if isinstance(effect, AskCore)]
     assert (shard.held, shard.ended) == ((True, 0) if left else (False, 1))

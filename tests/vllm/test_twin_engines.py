@@ -170,7 +170,7 @@ def test_blocks_are_kept_while_they_are_read_and_the_engine_has_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side = start().ranks[0].side
-    reads = SimpleNamespace(before=lambda written: None, went_on=lambda: {"a", "other"})
+    reads = SimpleNamespace(before=lambda written: None, progressed=lambda: {"a", "other"})
     monkeypatch.setattr(side, "_stores", reads)
     side._held = {"a": 1, "b": 1}
     side.before(Step(1, "", few_blocks=True))

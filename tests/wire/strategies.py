@@ -43,7 +43,6 @@ from kvcluster.core.messages import (
     GetOffers,
     GetPins,
     GetStatus,
-    GoneEvent,
     Inventory,
     LeaveReason,
     Link,
@@ -81,6 +80,7 @@ from kvcluster.core.messages import (
     Registered,
     RegisterEngine,
     RegisterSpans,
+    RemovedEvent,
     RenewTicket,
     Report,
     ReportAck,
@@ -263,7 +263,7 @@ page_events = st.builds(
     loss=losses,
     codec=codecs,
 )
-gone_events = st.builds(GoneEvent, namespace=namespaces, key=keys, corrupt=st.booleans(), tier=st.sampled_from(Tier))
+gone_events = st.builds(RemovedEvent, namespace=namespaces, key=keys, corrupt=st.booleans(), tier=st.sampled_from(Tier))
 purged_events = st.builds(PurgedEvent, number=quantities)
 _filters = st.fixed_dictionaries(
     {"model": st.none() | words, "weights": st.none() | words, "adapter": st.none() | words}

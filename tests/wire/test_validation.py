@@ -28,7 +28,6 @@ from kvcluster.core.messages import (
     Explained,
     Flush,
     GetPins,
-    GoneEvent,
     Inventory,
     LeaveReason,
     LoadGrant,
@@ -54,6 +53,7 @@ from kvcluster.core.messages import (
     PurgedEvent,
     ReadRequest,
     RegisterEngine,
+    RemovedEvent,
     RenewTicket,
     Reply,
     Report,
@@ -108,7 +108,7 @@ TABLES = SyncTables(
     Holder(b"h" * 16), 1, (TableChange(SEQUENCE, 0, (BLOCK, BLOCK), 1), TableChange(SEQUENCE, 1, parent=SEQUENCE))
 )
 PURGE = Purge("m", "sha256:0", "")
-EVENTS = (PAGE, GoneEvent(NAMESPACE, KEY, False), PurgedEvent(1))
+EVENTS = (PAGE, RemovedEvent(NAMESPACE, KEY, False), PurgedEvent(1))
 REPORT = Report(INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),), orders=OrderProgress(5, (2, 5)))
 STONES = (Tombstone(1, TENANT), Tombstone(2, TENANT, "m", "m", "m"))
 INVENTORY = Inventory(INFO, Epoch(1), 1, 0, True, (PAGE,), tombstones=STONES)

@@ -59,8 +59,8 @@ from kvcluster.core.messages import (
     RegisterEngine,
     RenewTicket,
     Report,
+    Republish,
     Request,
-    Retell,
     ScheduleSeen,
     SetPolicy,
     SetWeights,
@@ -156,7 +156,7 @@ class Coordinator:
             },
             from_driver={
                 ScheduleSeen: self._status_handler.scheduled,
-                Retell: self._republish,
+                Republish: self._republish,
                 Tick: self._tick,
                 Stalled: self._stalled,
             },
@@ -170,7 +170,7 @@ class Coordinator:
     def next_deadline(self) -> int | None:
         """Returns the time by which the next Tick is due; None if none is."""
         state = self.state
-        some = self._sweeper.sweeping or self.replicator.listing or self.retelling or state.tables.releasing
+        some = self._sweeper.sweeping or self.replicator.listing or self.republishing or state.tables.releasing
         due = (
             *(state.members.next_expiry, state.tickets.next_expiry, self._sequence_handler.next_expiry),
             *(state.eraser.next_due, state.rebuild_until, 0 if some else None),
@@ -186,9 +186,9 @@ class Coordinator:
         return self.state.rebuilding
 
     @property
-    def retelling(self) -> bool:
-        """Whether a Retell is in progress and has blocks left to publish."""
-        return self._emitter is not None and self._emitter.retelling
+    def republishing(self) -> bool:
+        """Whether a Republish is in progress and has blocks left to publish."""
+        return self._emitter is not None and self._emitter.republishing
 
     def status(self, now: int) -> Status:
         """Returns the status of the whole cluster."""
@@ -244,13 +244,13 @@ class Coordinator:
         self._sweeper.sweep_some(now)
         self.replicator.list_some()
         if self._emitter is not None:
-            self._emitter.tell_some()
+            self._emitter.republish_some()
         return effects
 
-    def _republish(self, m: Retell, now: int) -> list[Effect]:
+    def _republish(self, m: Republish, now: int) -> list[Effect]:
         if self._emitter is not None:
             public = [space for space in self.state.namespaces if not space.spec.private]
-            self._emitter.retell((space.id, space.index.standing()) for space in public)
+            self._emitter.republish((space.id, space.index.standing()) for space in public)
         return []
 
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:

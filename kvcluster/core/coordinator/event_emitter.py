@@ -3,7 +3,7 @@
 The index reports for each block the tiers that it was in and is in (`changed`); the coordinator takes the events of
 each step (`take`). An event is about one tier of the whole cluster: a second copy causes no event, and neither does its
 loss. For a subscriber that starts late or has missed too much, all blocks are published again, some in each tick
-(`retell`, `tell_some`), since an index of millions is not published in one step.
+(`republish`, `republish_some`), since an index of millions is not published in one step.
 
 Reports of shards carry no token ids. A worker sends them when it prepares a store, and TokenMemory keeps them until the
 commit that publishes the blocks. It is bounded in bytes, of which each tenant may take its share (tenant_shares.py): a
@@ -111,7 +111,7 @@ class TokenMemory:
             self._kept.pop(tenant, None)
 
 
-RETOLD_BLOCKS = 4_096
+REPUBLISHED_BLOCKS = 4_096
 """Blocks published again in one tick, which takes as long as sweeping the same number (report_handler.py)."""
 
 
@@ -193,7 +193,7 @@ class EventEmitter:
         self._to_republish: list[tuple[NamespaceId, Iterator[IndexedBlock]]] = []
 
     @property
-    def retelling(self) -> bool:
+    def republishing(self) -> bool:
         """Whether there are more blocks to publish again."""
         return bool(self._to_republish)
 
@@ -233,14 +233,14 @@ class EventEmitter:
         """Records that all blocks of a namespace are removed."""
         self._of(space).cleared()
 
-    def retell(self, blocks: Iterable[tuple[NamespaceId, Iterator[IndexedBlock]]]) -> None:
+    def republish(self, blocks: Iterable[tuple[NamespaceId, Iterator[IndexedBlock]]]) -> None:
         """Starts to publish all blocks again, unless it is doing so already."""
         if not self._to_republish:
             self._to_republish = list(blocks)
 
-    def tell_some(self) -> None:
+    def republish_some(self) -> None:
         """Publishes some of these blocks, each in the tiers that it is in now."""
-        for _ in range(RETOLD_BLOCKS):
+        for _ in range(REPUBLISHED_BLOCKS):
             if not self._to_republish:
                 return
             space, records = self._to_republish[-1]

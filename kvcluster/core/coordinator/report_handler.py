@@ -33,7 +33,6 @@ from kvcluster.core.messages import (
     Answer,
     Effect,
     EvictOrder,
-    GoneEvent,
     Inventory,
     Leave,
     MoveOrder,
@@ -41,6 +40,7 @@ from kvcluster.core.messages import (
     Persist,
     PullOrder,
     PurgedEvent,
+    RemovedEvent,
     Report,
     ReportAck,
     Request,
@@ -251,7 +251,7 @@ class ReportHandler:
         if space is None:
             return  # its tenant exceeds the limit of namespaces: the pages are never served and age out with the shard
         key = event.key
-        if isinstance(event, GoneEvent):
+        if isinstance(event, RemovedEvent):
             self._remove_page(event, member, now)
             return
         if member.purged < space.purged:
@@ -275,7 +275,7 @@ class ReportHandler:
         if member.draining:
             self._replicator.committed(known, member)
 
-    def _remove_page(self, event: GoneEvent, member: Member, now: int) -> None:
+    def _remove_page(self, event: RemovedEvent, member: Member, now: int) -> None:
         state, key = self._state, event.key
         space = state.namespaces.known(event.namespace)
         assert space is not None

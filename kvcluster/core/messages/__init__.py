@@ -18,7 +18,7 @@ asserts, and decides.
                             RegisterSpans, PinSpans                                   sequences_and_spans.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
                             AttendRequest                                             sequences_and_spans.py
-    driver -> core          Tick, Stalled, Retell, Verified, Moved, Staged, SavePages,
+    driver -> core          Tick, Stalled, Republish, Verified, Moved, Staged, SavePages,
                             ReportAnswered, ReportFailed                              effects.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
                             KeepSettings, Publish, Warn, Leave                        effects.py
@@ -94,7 +94,7 @@ from kvcluster.core.messages.effects import (
     Reply,
     ReportAnswered,
     ReportFailed,
-    Retell,
+    Republish,
     Revoke,
     SavePages,
     ScheduleSeen,
@@ -136,13 +136,13 @@ from kvcluster.core.messages.orders import (
     TryPeers,
 )
 from kvcluster.core.messages.reports import (
-    GoneEvent,
     Inventory,
     LeaveReason,
     PageEvent,
     ProcessInfo,
     Publish,
     PurgedEvent,
+    RemovedEvent,
     Report,
     ReportAck,
     ShardInfo,
@@ -217,7 +217,7 @@ CoordinatorQuestion = (
     | Inventory
 )
 
-CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Retell | Tick | Stalled
+CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Republish | Tick | Stalled
 
 ShardQuestion = (
     AttachShard

@@ -42,7 +42,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Retell:
+class Republish:
     """A subscriber has missed events: publish all blocks again, in later ticks."""
 
 

@@ -35,7 +35,7 @@ class PageEvent(NamedTuple):
     codec: Codec = Codec.RAW
 
 
-class GoneEvent(NamedTuple):
+class RemovedEvent(NamedTuple):
     """A page can no longer be read from that tier. Another tier may still hold it."""
 
     namespace: NamespaceId
@@ -51,7 +51,7 @@ class PurgedEvent(NamedTuple):
     number: int
 
 
-StreamEvent = PageEvent | GoneEvent | PurgedEvent
+StreamEvent = PageEvent | RemovedEvent | PurgedEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,13 @@ class OrderExecutor:
         purges only. Returns the effects."""
         if ack.drain and not self._state.draining:
             self._state.draining = True
-            self._state.report_sender.say_soon()
+            self._state.report_sender.report_soon()
         effects: list[Effect] = []
         stones = [stone for stone in ack.tombstones if stone.number > self._state.tombstones.highest]
         if stones:
             named = self._named(stones)
             if not self._drop(named):  # the coordinator repeats its answer until all is done
-                self._state.report_sender.say_soon()
+                self._state.report_sender.report_soon()
                 return []
             effects += self._apply_tombstones(stones, named)
         if self._state.stopping:
@@ -97,15 +97,15 @@ class OrderExecutor:
         }
 
     def _drop(self, spaces: dict[NamespaceId, None]) -> bool:
-        """Condemns pages of these namespaces, at most BURIED_PAGES. Returns True if no READY one is left."""
+        """Condemns pages of these namespaces, at most PURGED_PAGES_PER_STEP. Returns True if no READY one is left."""
         pages: list[Page] = []
         if any(self._state.pool.parts(space) for space in spaces):
             found = (page for page in self._state.pool.ready() if page.space in spaces)
-            pages = list(islice(found, limits.BURIED_PAGES + 1))
-        for page in pages[: limits.BURIED_PAGES]:
+            pages = list(islice(found, limits.PURGED_PAGES_PER_STEP + 1))
+        for page in pages[: limits.PURGED_PAGES_PER_STEP]:
             self._state.pool.condemn(page)
             self._state.counters["purged"] += 1
-        return len(pages) <= limits.BURIED_PAGES
+        return len(pages) <= limits.PURGED_PAGES_PER_STEP
 
     def _apply_tombstones(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
         """Ends all writes that these tombstones cover, records the tombstones, and reports them to the coordinator as

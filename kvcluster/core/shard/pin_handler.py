@@ -108,7 +108,7 @@ class PinHandler:
         if lacked and may_wait:
             self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
             self._shares.add(request.tenant)
-            self._state.report_sender.say_soon()
+            self._state.report_sender.report_soon()
             return []
         return self._grant(request, space, found, copies, now)
 

@@ -62,7 +62,7 @@ class ReportSender:
         """Appends an event to the stream."""
         self._stream.append(event)
 
-    def say_soon(self) -> None:
+    def report_soon(self) -> None:
         """Requests a report soon: something outside the stream has changed that the coordinator waits for."""
         self._report_wanted = True
 
@@ -151,7 +151,7 @@ class Inventoried:
 
     Making a million events takes a second; listing as many pages takes some hundredths of a second. The event of a page
     does not change while the page is READY, so a page that was withdrawn before its chunk is sent is still listed as it
-    was, and the report stream carries its GoneEvent.
+    was, and the report stream carries its RemovedEvent.
     """
 
     def __init__(self, pages: Sequence[Page]) -> None:

@@ -171,7 +171,7 @@ class Shard:
         effects += self._saver.serve(now)
         if self._pressed and not self.state.queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
-            self.state.report_sender.say_soon()
+            self.state.report_sender.report_soon()
         effects += self._report(now)
         return effects
 
@@ -231,7 +231,7 @@ class Shard:
         nothing else. A shard that has been replaced saves nothing: the newer incarnation may have its store."""
         self._saver.start(m)
         self._tier_mover.reset()
-        self.state.report_sender.say_soon()
+        self.state.report_sender.report_soon()
         return self._saver.end() if self._replaced else []
 
     # ------------------------------------------------------------------------------------- the coordinator
@@ -278,7 +278,7 @@ class Shard:
 
     def _peers_tried(self, m: PeersTried, now: int) -> list[Effect]:
         self._probe.tried(m)
-        self.state.report_sender.say_soon()
+        self.state.report_sender.report_soon()
         return []
 
     def _tier_lost(self, m: TierLost, now: int) -> list[Effect]:
@@ -286,7 +286,7 @@ class Shard:
         if m.tier not in self.pool.lost:
             self.pool.lost.add(m.tier)
             self._trouble = "; ".join(filter(None, (self._trouble, m.why)))
-            self.state.report_sender.say_soon()
+            self.state.report_sender.report_soon()
         return []
 
     def _leave(self, reason: LeaveReason, now: int) -> list[Effect]:

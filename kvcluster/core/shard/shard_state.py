@@ -53,7 +53,7 @@ class ShardState:
         self.report_sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=everything)
         self.withdraw = Withdrawal(self.pool, self.report_sender)
         self.own = OwnAttempts(shard, epoch)
-        self.order_cursor = OrderCursor(self.report_sender.say_soon)
+        self.order_cursor = OrderCursor(self.report_sender.report_soon)
         self.tombstones = Tombstones(applied_tombstones(found.values()))
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.over = self.draining = self.stopping = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcluster.core.messages import GoneEvent
+from kvcluster.core.messages import RemovedEvent
 from kvcluster.core.shard.page import Page, PageState
 from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.shard.report_sender import ReportSender
@@ -26,7 +26,7 @@ class Withdrawal:
     def __call__(self, page: Page, *, corrupt: bool = False) -> None:
         """Withdraws a READY page."""
         self._pool.condemn(page)
-        self._report_sender.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
+        self._report_sender.tell(RemovedEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
         for twin in reversed(self._pool.elsewhere(page)):  # from below: each may have been the last of the next
             if twin.decoded and twin.state is PageState.READY and not self._pool.below_of(twin):
                 self(twin)

@@ -51,7 +51,7 @@ class WriteHandler:
         wait_ns = min(m.wait_ns, self._state.leases.ttl_ns)
         if wait_ns > 0 and self._may_take(space, 0) and self._state.queue.must_wait(m, space):
             self._state.queue.add(request, space, now + wait_ns)
-            self._state.report_sender.say_soon()
+            self._state.report_sender.report_soon()
             return []
         return [self._grant(request, space, now)]
 

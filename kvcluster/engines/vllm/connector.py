@@ -134,7 +134,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         return KVClusterMetadata(replace(step, few_blocks=few_blocks))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._of_scheduler.gave_back(connector_output.finished_sending or ())
+        self._of_scheduler.blocks_released(connector_output.finished_sending or ())
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, Reported):
             self._of_scheduler.reported(reported.report)

@@ -39,7 +39,7 @@ class IdleScheduler:
     def finished(self, of_engine: Any) -> tuple[bool, dict[str, Any] | None]:
         return False, None
 
-    def gave_back(self, names: Collection[str]) -> None:
+    def blocks_released(self, names: Collection[str]) -> None:
         """No block was held."""
 
     def reset(self, *, ready: bool = False) -> None:

@@ -98,8 +98,8 @@ class PrefixMatcher:
             patience_ns = _PENDING_NS
         else:
             return False
-        request.comes_until_ns = request.comes_until_ns or now + patience_ns
-        request.look_again_ns = min(now + handover.PAUSE_NS, request.comes_until_ns)
+        request.wait_until_ns = request.wait_until_ns or now + patience_ns
+        request.look_again_ns = min(now + handover.PAUSE_NS, request.wait_until_ns)
         return True
 
     def _promised(self, request: RequestState) -> int:
@@ -109,7 +109,7 @@ class PrefixMatcher:
 
     def _asker(self, request: RequestState, now: int) -> Ask:
         """Returns the lookup of a request's cached prefix."""
-        request.is_last_lookup = bool(request.comes_until_ns) and now >= request.comes_until_ns
+        request.is_last_lookup = bool(request.wait_until_ns) and now >= request.wait_until_ns
         awaited = None if request.is_last_lookup else self._promised(request)
         grow = request.grower(self._asked(request), self._settings.lookup_ms)
 

@@ -46,7 +46,7 @@ class RequestState:
     # Its next load, or the load in progress.
     lookup: PendingLookup | None = None
     look_again_ns: int = 0  # no lookup before this time, while blocks that were not found are being stored
-    comes_until_ns: int = 0  # waits for such blocks until then
+    wait_until_ns: int = 0  # waits for such blocks until then
     is_last_lookup: bool = False  # the lookup in progress began when that time was over
     layerwise: bool = False
     loading: LoadOrder | None = None
@@ -120,7 +120,7 @@ class RequestState:
         self.table = []
         self.orders.clear()
         self.loading = None
-        self.look_again_ns = self.comes_until_ns = 0
+        self.look_again_ns = self.wait_until_ns = 0
         self.stored = 0  # stores that lost their source were cancelled
         self.load_failed = self.private
 

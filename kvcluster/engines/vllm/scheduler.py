@@ -342,7 +342,7 @@ class SchedulerSide:
         """Whether the engine still keeps blocks of ended requests, which will be freed."""
         return bool(self._kept)
 
-    def gave_back(self, names: Collection[str]) -> None:
+    def blocks_released(self, names: Collection[str]) -> None:
         """Records that the workers no longer read the blocks of these requests, so that the engine frees them."""
         self._kept.difference_update(names)
 

@@ -232,11 +232,11 @@ class SnapshotStores:
         with self._lock:
             return any(one.order.request == request and one.left for one in self._waiting)
 
-    def went_on(self) -> Collection[str]:
+    def progressed(self) -> Collection[str]:
         """As Stores."""
         with self._lock:
-            went_on, self._went_on = self._went_on, set()
-        return went_on
+            progressed, self._went_on = self._went_on, set()
+        return progressed
 
     def close(self) -> None:
         """As Stores. Waits for what was enqueued, which reads the engine's blocks."""

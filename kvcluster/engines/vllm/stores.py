@@ -56,7 +56,7 @@ class Stores(Protocol):
         """Whether blocks of that request are still read."""
         ...
 
-    def went_on(self) -> Collection[str]:
+    def progressed(self) -> Collection[str]:
         """Returns the requests that had blocks read since the last call, and have more blocks still to be read."""
         ...
 
@@ -144,7 +144,7 @@ class InPlaceStores:
         """As Stores."""
         return any(s.order.request == request and not s.transfer.source_free() and not s.dropped for s in self._stores)
 
-    def went_on(self) -> Collection[str]:
+    def progressed(self) -> Collection[str]:
         """As Stores. Always empty: a store reads all its blocks as soon as it can."""
         return ()
 

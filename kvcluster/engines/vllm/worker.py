@@ -168,9 +168,9 @@ class WorkerSide:
             for load in self._loads:
                 if load.order.request == name and load.transfer is not None:
                     load.transfer.cancel()
-        until, went_on = time.monotonic_ns() + self._settings.hold_ms * 1_000_000, self._stores.went_on()
+        until, progressed = time.monotonic_ns() + self._settings.hold_ms * 1_000_000, self._stores.progressed()
         if not step.few_blocks:
-            self._held.update(dict.fromkeys(self._held.keys() & went_on, until))
+            self._held.update(dict.fromkeys(self._held.keys() & progressed, until))
         self._held.update(dict.fromkeys(step.held, until))
 
     def load(self, step: Step) -> None:

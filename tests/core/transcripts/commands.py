@@ -19,7 +19,6 @@ from kvcluster.core.messages import (
     Explain,
     Flush,
     GetStatus,
-    GoneEvent,
     Inventory,
     LeaveReason,
     LoadGrant,
@@ -36,6 +35,7 @@ from kvcluster.core.messages import (
     PullOrder,
     Purge,
     PurgedEvent,
+    RemovedEvent,
     Renew,
     RenewTicket,
     Report,
@@ -379,7 +379,7 @@ class Commands:
         else:
             events = [self._event(namespace, word) for word in words.rest]
             puppet.held += sum(isinstance(event, PageEvent) for event in events)
-            puppet.held -= sum(isinstance(event, GoneEvent) for event in events)
+            puppet.held -= sum(isinstance(event, RemovedEvent) for event in events)
             puppet.told = first + len(events) - 1
             wants = words.number("wants", 0) * PAGE
             orders = OrderProgress(words.number("accepted", 0))
@@ -404,7 +404,7 @@ class Commands:
         if word[0] == "+":
             before = f"{word[1]}{int(word[2:]) - 1}" if int(word[2:]) > 1 else ROOT
             return PageEvent(namespace, key, self.stage.names.block(before), int(word[2:]) - 1, Tier.RAM, Loss.EXACT)
-        return GoneEvent(namespace, key, corrupt=word[0] == "!")
+        return RemovedEvent(namespace, key, corrupt=word[0] == "!")
 
     def _hears(self, name: str, words: Words) -> None:
         """What comes of a shard's last message, where the script is the coordinator."""

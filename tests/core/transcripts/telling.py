@@ -21,7 +21,6 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explained,
     Flush,
-    GoneEvent,
     Inventory,
     LeaveReason,
     LoadGrant,
@@ -34,6 +33,7 @@ from kvcluster.core.messages import (
     PullOrder,
     Purged,
     Refused,
+    RemovedEvent,
     Renew,
     RenewTicket,
     Reply,
@@ -218,7 +218,7 @@ class Teller:
         match event:
             case PageEvent():
                 return f"+{self._names.told([event.key.hash])}"
-            case GoneEvent():
+            case RemovedEvent():
                 return f"-{self._names.told([event.key.hash])}{'(corrupt)' if event.corrupt else ''}"
         return f"purged({event.number})"
 

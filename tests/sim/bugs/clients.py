@@ -23,7 +23,7 @@ from tests.sim.bugs.planting import planted
 def handed_over_before_stopped(original: Any, self: LoadPlan, exchange: Any, found: Any) -> list[Any]:
     """The pages that a silent shard should have sent are read from another before the first exchange has stopped."""
     effects: list[Any] = original(self, exchange, found)
-    return effects + self._hand_over(exchange, exchange.ranges.heard_ns) if effects else []
+    return effects + self._hand_over(exchange, exchange.ranges.last_arrival_ns) if effects else []
 
 
 @planted(LoadProgress, "replace")

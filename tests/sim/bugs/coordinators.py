@@ -188,7 +188,7 @@ def removal_not_told(original: Any, self: EventEmitter, space: Any, record: Any,
         original(self, space, record, before & record.tiers)
 
 
-@planted(EventEmitter, "tell_some")
+@planted(EventEmitter, "republish_some")
 def retold_in_part(original: Any, self: EventEmitter) -> None:
     """A coordinator that publishes all blocks again forgets the rest after its first step."""
     original(self)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.core.coordinator.report_handler import ReportHandler
-from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant, Tier, Verified
+from kvcluster.core.messages import Abort, Answer, Done, OrderProgress, PinGrant, RemovedEvent, Tier, Verified
 from kvcluster.core.miss import Loss
 from kvcluster.core.shard.leases import LeaseBook
 from kvcluster.core.shard.page import PageState
@@ -148,7 +148,7 @@ def condemned_by_word(original: Any, self: WorkerHandler, request: Any, space: A
         page = self._state.pool.get(space.id, key)
         if page is not None and page.state is PageState.READY:
             self._state.pool.condemn(page)
-            self._state.report_sender.tell(GoneEvent(space.id, key, corrupt=True))
+            self._state.report_sender.tell(RemovedEvent(space.id, key, corrupt=True))
     return original(self, request, space, now)
 
 
@@ -191,7 +191,7 @@ def loss_not_asked(original: Any, self: PagePool, space: Any, key: Any, accept: 
 def encoded_twice(original: Any, self: Withdrawal, page: Any, *, corrupt: bool = False) -> None:
     """A decoded page stays when its encoded twin is removed, and is later encoded again."""
     self._pool.condemn(page)
-    self._report_sender.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
+    self._report_sender.tell(RemovedEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
 
 
 @planted(ShardStorage, "matches")
