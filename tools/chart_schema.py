@@ -47,6 +47,8 @@ QUANTITY: Schema = {
 }
 _CPU: Schema = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^([0-9]+m|[0-9]+(\.[0-9]+)?)?$"}]}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
+_USER: Schema = {"type": ["integer", "null"], "minimum": 1}
+_UNHEALTHY: Schema = {"enum": ["", "AlwaysAllow", "IfHealthyBudget"]}
 _TRISTATE: Schema = {"type": ["boolean", "null"]}
 _PEERS: Schema = {"type": "array", "items": {"type": "object"}}
 _HOST_PORT: Schema = {"type": "string", "pattern": r"^([^:\s]+:[0-9]{1,5})?$"}
@@ -57,7 +59,7 @@ _RULES: dict[str, Schema] = {
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "image.command": {"type": "array", "items": {"type": "string"}, "minItems": 1},
-    "shards.replicas": _COUNT,
+    "shards.replicas": {"type": ["integer", "null"], "minimum": 0},
     "shards.perPod": {"type": "integer", "minimum": 1, "maximum": 64},
     "shards.gpu.count": _COUNT,
     "shards.disk.whenDeleted": {"enum": ["Retain", "Delete"]},
@@ -72,12 +74,18 @@ _RULES: dict[str, Schema] = {
     "shards.minReadySeconds": _COUNT,
     "shards.podDisruptionBudget.maxUnavailable": {"type": ["integer", "null"], "minimum": 0},
     "shards.podDisruptionBudget.minAvailable": {"type": ["integer", "null"], "minimum": 0},
+    "shards.podDisruptionBudget.unhealthyPodEvictionPolicy": _UNHEALTHY,
+    "head.podDisruptionBudget.maxUnavailable": {"type": "integer", "minimum": 0},
+    "head.podDisruptionBudget.unhealthyPodEvictionPolicy": _UNHEALTHY,
+    "head.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "redis.podDisruptionBudget.maxUnavailable": {"type": "integer", "minimum": 0},
+    "redis.podDisruptionBudget.unhealthyPodEvictionPolicy": _UNHEALTHY,
     "shards.topologySpreadConstraints": {"type": ["array", "null"], "items": {"type": "object"}},
     "head.restartOnConfigChange": _TRISTATE,
     "head.state.size": QUANTITY,
     "redis.address": _HOST_PORT,
     "redis.storage.size": QUANTITY,
-    "redis.runAsUser": {"type": "integer", "minimum": 1},
+    "redis.runAsUser": _USER,
     "join.address": _HOST_PORT,
     "join.headSelector": _LABELS,
     "networkPolicy.dnsPorts": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65_535}},
@@ -89,8 +97,8 @@ _RULES: dict[str, Schema] = {
     "monitoring.dashboard": _TRISTATE,
     "monitoring.interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
     "monitoring.dashboardLabels": _LABELS,
-    "runAsUser": {"type": "integer", "minimum": 1},
-    "runAsGroup": {"type": "integer", "minimum": 1},
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
     "tmpSize": QUANTITY,
     "commonLabels": _LABELS,
     "fullnameOverride": {"type": "string", "pattern": "^([a-z0-9]([a-z0-9-]{0,28}[a-z0-9])?)?$"},
@@ -112,6 +120,13 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 _GROUP = "#/definitions/group"
 
+_AMOUNT: Schema = {"type": ["string", "number", "null"]}
+"""Of a resource that the chart only passes on, such as ephemeral-storage or rdma/hca."""
+
+_LEFT_OUT = {"replicas", "runAsUser", "runAsGroup", "resources", "requests", "limits", "cpu", "memory", "clusterDomain"}
+_LEFT_OUT |= {"shards.podDisruptionBudget.maxUnavailable"}
+"""Values with a default that null leaves out of the objects."""
+
 
 def schema(values: Mapping[str, Any]) -> Schema:
     """Returns the schema of values with these defaults. Raises ValueError for a default of null without a rule, and
@@ -123,17 +138,36 @@ def schema(values: Mapping[str, Any]) -> Schema:
     group = whole["properties"]["shards"]
     group["properties"]["shard"] = {"$ref": "#/definitions/shard"}
     whole["properties"] |= {
-        "shards": {"$ref": _GROUP},
+        "shards": {"allOf": [{"$ref": _GROUP}, _present(values["shards"], "shards.")]},
         "groups": {
             "type": "object",
             "propertyNames": {"pattern": "^[a-z0-9]([a-z0-9-]{0,18}[a-z0-9])?$"},
             "additionalProperties": {"anyOf": [{"$ref": _GROUP}, {"type": "null"}]},
         },
         "config": {"$ref": "#/definitions/config"},
-        "global": {"type": "object", "description": "What a chart above this one gives to all of its charts"},
+        "global": {
+            "type": "object",
+            "description": "What a chart above this one gives to all of its charts; imageRegistry and imagePullSecrets "
+            "are used here",
+            "properties": {"imageRegistry": {"type": "string"}, "imagePullSecrets": {"type": "array"}},
+        },
+        "enabled": {"type": "boolean", "description": "The condition of a chart above this one; without effect here"},
     }
+    present = _present({name: value for name, value in values.items() if name != "shards"})
+    present["required"].append("shards")
+    whole = {"allOf": [present], **whole}
     definitions = {"size": SIZE, "group": group, "shard": settings(ShardConfig, "shard."), "config": settings(Config)}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **whole, "definitions": definitions}
+
+
+def _present(defaults: Mapping[str, Any], above: str = "") -> Schema:
+    """Returns a schema that refuses null, by name, for a value whose default is not empty: Helm takes such a value out
+    before it renders."""
+    empty: tuple[object, ...] = ({}, [], "", None)
+    needed = [name for name in defaults if not {name, above + name} & _LEFT_OUT and defaults[name] not in empty]
+    tables = [name for name in needed if isinstance(defaults[name], dict) and name != "config"]
+    below = {name: _present(defaults[name], f"{above}{name}.") for name in tables}
+    return {"required": needed, "properties": below}
 
 
 def settings(kind: type[Any], prefix: str = "") -> Schema:
@@ -188,6 +222,8 @@ def _of_table(table: Mapping[str, Any], prefix: str, unused: set[str]) -> Schema
         if ".resources." in name:  # a rule for a resource that has no default
             unused.discard(name)
             properties.setdefault(name[len(prefix) :], _RULES[name])
+    if prefix.endswith((".requests.", ".limits.")):
+        return {"type": ["object", "null"], "additionalProperties": _AMOUNT, "properties": properties}
     return _closed(properties)
 
 

@@ -92,5 +92,5 @@ class Release:
 
 
 def ours(pod: PodTemplate) -> list[Object]:
-    """Returns the containers of a pod that run what the chart says: not an engine."""
-    return [each for each in pod.containers if each["name"] != "engine"]
+    """Returns the containers of a pod that run what the chart says: not an engine, nor what values have added."""
+    return [each for each in pod.containers if each["name"] not in ("engine", "agent", "first")]

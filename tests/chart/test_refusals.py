@@ -71,6 +71,7 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
             "gpu.count is 1, and shards without a pool there do not use GPUs: set .*.shard.gpu_bytes",
         ),
         ({"shards": {"shard": {"disk_bytes": "9GiB"}}}, "disk_bytes needs .*host_bytes"),
+        ({"shards": {"shard": {"gpu_bytes": "9GiB"}}}, "gpu_bytes needs .*host_bytes"),
         ({"shards": {"stop": {"pages": "save"}}}, "stop.pages is save without .*disk_bytes"),
         (
             {"config": {"shard": {"host_bytes": "1GiB", "disk_bytes": "9GiB"}}, "shards": {"disk": {"size": "9Gi"}}},

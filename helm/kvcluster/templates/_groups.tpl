@@ -26,6 +26,8 @@ default, so the old one wins. */ -}}
 {{- $at := printf "groups.%s" .name -}}
 {{- $values := .root.Values -}}
 {{- $group := .group -}}
+{{- $resources := default dict $group.resources -}}
+{{- $_ := set $group "resources" (dict "requests" (default dict $resources.requests) "limits" (default dict $resources.limits)) -}}
 {{- $_ := set $group "shard" (include "kvcluster.shardSettings" (default dict $group.shard) | fromJson) -}}
 {{- $base := include "kvcluster.shardSettings" (default dict $values.config.shard) | fromJson -}}
 {{- $tiers := mergeOverwrite $base (deepCopy $group.shard) -}}
@@ -101,6 +103,9 @@ default, so the old one wins. */ -}}
 {{- end -}}
 {{- if and (gt (int64 $.disk) 0) (lt (int64 $.host) 1) -}}
 {{- fail (printf "%s.shard.disk_bytes needs %s.shard.host_bytes: pages reach the disk from the host tier, and return through it" $at $at) -}}
+{{- end -}}
+{{- if and (gt (int64 $.gpuBytes) 0) (lt (int64 $.host) 1) -}}
+{{- fail (printf "%s.shard.gpu_bytes needs %s.shard.host_bytes: readers of other machines get copies of its pages there" $at $at) -}}
 {{- end -}}
 {{- if and (eq $.pages "save") (lt (int64 $.disk) 1) -}}
 {{- fail (printf "%s.stop.pages is save without %s.shard.disk_bytes: there is no volume to save to" $at $at) -}}

@@ -68,10 +68,21 @@ kvcluster-group: {{ .group }}
 {{- define "kvcluster.image" -}}
 {{- with .Values.image -}}
 {{- if .digest -}}
-{{ printf "%s@%s" .repository .digest }}
+{{ include "kvcluster.repository" (dict "root" $ "repository" .repository) }}@{{ .digest }}
 {{- else -}}
-{{ printf "%s:%s" .repository (default $.Chart.AppVersion .tag) }}
+{{ include "kvcluster.repository" (dict "root" $ "repository" .repository) }}:{{ default $.Chart.AppVersion .tag }}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* A repository at `global.imageRegistry`, by which a chart above this one names the registry of all of its charts, in
+place of its own. Its own is a first part with a dot or a port, or localhost. Of (root, repository). */ -}}
+{{- define "kvcluster.repository" -}}
+{{- $registry := dig "imageRegistry" "" (default dict .root.Values.global) -}}
+{{- if $registry -}}
+{{ printf "%s/%s" (trimSuffix "/" $registry) (regexReplaceAll "^([^/]*[.:][^/]*|localhost)/" .repository "") }}
+{{- else -}}
+{{ .repository }}
 {{- end -}}
 {{- end -}}
 
@@ -81,8 +92,13 @@ kvcluster-group: {{ .group }}
 {{- $name := printf "%s-redis.%s.svc" (include "kvcluster.fullname" .) .Release.Namespace -}}
 {{- with .Values.clusterDomain }}{{ printf "%s.%s:6379" $name . }}{{ else }}{{ printf "%s:6379" $name }}{{ end -}}
 {{- else -}}
-{{ .Values.redis.address }}
+{{ default "" .Values.redis.address }}
 {{- end -}}
+{{- end -}}
+
+{{- /* The image of the Redis: HOST/REPOSITORY:TAG@DIGEST in any of its forms. */ -}}
+{{- define "kvcluster.redisImage" -}}
+{{- include "kvcluster.repository" (dict "root" . "repository" .Values.redis.image) -}}
 {{- end -}}
 
 {{- define "kvcluster.redisLabels" -}}

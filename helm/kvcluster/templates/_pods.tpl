@@ -4,24 +4,44 @@ automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
-  runAsUser: {{ int64 .user }}
-  runAsGroup: {{ int64 .group }}
+  {{- include "kvcluster.user" . | nindent 2 }}
+  {{- if not (kindIs "invalid" .group) }}
   fsGroup: {{ int64 .group }}
+  {{- end }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile:
     type: RuntimeDefault
-{{- with .root.Values.imagePullSecrets }}
+{{- with concat (default list .root.Values.imagePullSecrets) (include "kvcluster.globalPullSecrets" .root | fromJsonArray) | uniq }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end -}}
+
+{{- /* The user and group, each left out where it is null: OpenShift gives pods one of their project. Of (user, group). */ -}}
+{{- define "kvcluster.user" -}}
+{{- if not (kindIs "invalid" .user) }}
+runAsUser: {{ int64 .user }}
+{{- end }}
+{{- if not (kindIs "invalid" .group) }}
+runAsGroup: {{ int64 .group }}
+{{- end }}
+{{- end -}}
+
+{{- /* Secrets of `global.imagePullSecrets`, by which a chart above this one gives them to all of its charts: names, or
+objects with a name. */ -}}
+{{- define "kvcluster.globalPullSecrets" -}}
+{{- $secrets := list -}}
+{{- range default list (dig "imagePullSecrets" list (default dict .Values.global)) -}}
+{{- $secrets = append $secrets (ternary (dict "name" .) . (kindIs "string" .)) -}}
+{{- end -}}
+{{- $secrets | toJson -}}
 {{- end -}}
 
 {{- /* What `restricted` asks of a container, and a root that cannot be written. Of (user, group). */ -}}
 {{- define "kvcluster.containerSecurity" -}}
 securityContext:
   runAsNonRoot: true
-  runAsUser: {{ int64 .user }}
-  runAsGroup: {{ int64 .group }}
+  {{- include "kvcluster.user" . | nindent 2 }}
   privileged: false
   allowPrivilegeEscalation: false
   readOnlyRootFilesystem: true
@@ -45,6 +65,14 @@ priorityClassName: {{ . }}
 {{- with .runtimeClassName }}
 runtimeClassName: {{ . }}
 {{- end -}}
+{{- with .schedulerName }}
+schedulerName: {{ . }}
+{{- end -}}
+{{- end -}}
+
+{{- /* Annotations of a pod: the chart's own, over which those of the values win. Of (own, given). */ -}}
+{{- define "kvcluster.annotations" -}}
+{{- toYaml (mergeOverwrite (deepCopy .own) (default dict .given)) -}}
 {{- end -}}
 
 {{- define "kvcluster.env" -}}
@@ -111,8 +139,8 @@ failureThreshold: {{ .failures }}
 {{- $clean := dict -}}
 {{- range $kind := list "requests" "limits" -}}
 {{- $part := dict -}}
-{{- range $name, $amount := default dict (index $ $kind) -}}
-{{- if ne (toString $amount) "" }}{{ $_ := set $part $name $amount }}{{ end -}}
+{{- range $name, $amount := default dict (get (default dict $) $kind) -}}
+{{- if not (or (kindIs "invalid" $amount) (eq (toString $amount) "")) }}{{ $_ := set $part $name $amount }}{{ end -}}
 {{- end -}}
 {{- if $part }}{{ $_ := set $clean $kind $part }}{{ end -}}
 {{- end -}}

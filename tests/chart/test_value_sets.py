@@ -1,0 +1,269 @@
+"""Values as platforms and other charts give them: null where a field is to be left out, security contexts of OpenShift,
+GKE and EKS, a chart above this one, extra objects in pods. All are rendered by Helm and held to Kubernetes' schemas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chart.api_server import ApiServer
+from tests.chart.checks import (
+    memory_is_what_the_program_asks_for,
+    mounts_exist,
+    pods_have_time_to_stop,
+    probes_ask_what_is_served,
+    selectors_match_pods,
+)
+from tests.chart.helm import CHART, Helm
+from tests.chart.released import Object, Release, ours
+from tests.chart.rendering import RenderError, render, values_of
+from tests.chart.schemas import check_schema
+
+Values = dict[str, Any]
+
+DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+REFUSED = "missing propert"
+"""What Helm says of a value that is null and may not be."""
+
+OPENSHIFT: Values = {"runAsUser": None, "runAsGroup": None, "redis": {"enabled": True, "runAsUser": None}}
+CONTAINER = {"name": "agent", "image": "agent:1", "volumeMounts": [{"name": "more", "mountPath": "/more"}]}
+EXTRA = {
+    "podLabels": {"team": "search"},
+    "extraEnv": [{"name": "TZ", "value": "UTC"}],
+    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    "extraContainers": [CONTAINER],
+    "extraInitContainers": [{**CONTAINER, "name": "first"}],
+}
+
+SETS: dict[str, Values] = {
+    "an autoscaler sets the replicas": {"shards": {"replicas": None}},
+    "of one group an autoscaler sets the replicas": {"groups": {"a": {"replicas": None}, "b": {}}},
+    "OpenShift": OPENSHIFT,
+    "OpenShift, engines with a sidecar": {"mode": "sidecar", "runAsUser": None, "runAsGroup": None},
+    "OpenShift, in a RayCluster": {**values_of("join"), "runAsUser": None, "runAsGroup": None},
+    "GKE Autopilot": {
+        "shards": {
+            "resources": {"requests": {"ephemeral-storage": "5Gi"}, "limits": {"ephemeral-storage": "5Gi"}},
+            "nodeSelector": {"cloud.google.com/compute-class": "Balanced"},
+            "tolerations": [{"key": "kubernetes.io/arch", "operator": "Equal", "value": "amd64"}],
+        },
+        "head": {"resources": {"limits": {"ephemeral-storage": "5Gi"}}},
+    },
+    "GKE, one node pool for GPUs": {
+        "shards": {
+            "shard": {"gpu_bytes": "8GiB", "host_bytes": "4GiB"},
+            "gpu": {"count": 1, "resource": "nvidia.com/gpu"},
+            "nodeSelector": {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"},
+            "runtimeClassName": "nvidia",
+        }
+    },
+    "EKS": {
+        "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/kv"}},
+        "head": {
+            "service": {
+                "type": "LoadBalancer",
+                "annotations": {"service.beta.kubernetes.io/aws-load-balancer-scheme": "internal"},
+            }
+        },
+        "runAsUser": 1_000,
+        "runAsGroup": 2_000,
+    },
+    "EKS with EFA": {"shards": {"resources": {"limits": {"vpc.amazonaws.com/efa": 1, "hugepages-2Mi": "512Mi"}}}},
+    "RDMA": {"shards": {"resources": {"limits": {"rdma/hca_shared_devices_a": 1}}}},
+    "a NodePort": {"head": {"service": {"type": "NodePort"}}},
+    "another scheduler": {"shards": {"schedulerName": "volcano"}, "head": {"schedulerName": "volcano"}},
+    "no resources of the head": {"head": {"resources": None}},
+    "no limits of the head": {"head": {"resources": {"limits": None}}},
+    "no limit of the head's memory": {"head": {"resources": {"limits": {"memory": None}}}},
+    "no requests of shards": {"shards": {"resources": {"requests": None}}},
+    "no resources of shards": {"shards": {"resources": None}},
+    "the autoscaler may evict": {
+        "head": {"podAnnotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}},
+        "shards": {"podAnnotations": {"cluster-autoscaler.kubernetes.io/safe-to-evict": "true"}},
+    },
+    "annotations of ours, given again": {"head": {"podAnnotations": {"kvcluster/secret-revision": "7"}}},
+    "everything extra": {"shards": EXTRA, "head": EXTRA, "commonLabels": {"cost": "llm"}},
+    "everything extra, in a RayCluster": {**values_of("join"), "head": EXTRA},
+    "everything extra, of one group": {"groups": {"a": EXTRA}},
+    "another registry": {"global": {"imageRegistry": "registry.example:5000/mirror", "imagePullSecrets": ["pull"]}},
+    "another registry and a digest": {
+        "global": {"imageRegistry": "registry.example", "imagePullSecrets": [{"name": "pull"}]},
+        "image": {"repository": "ghcr.io/kv/kvcluster", "digest": "sha256:" + "0" * 64},
+        "redis": {"enabled": True},
+    },
+    "a condition of the chart above": {"enabled": True},
+    "budgets that hold nodes": {
+        "head": {"podDisruptionBudget": {"maxUnavailable": 0, "unhealthyPodEvictionPolicy": "IfHealthyBudget"}},
+        "shards": {
+            "podDisruptionBudget": {"maxUnavailable": None, "minAvailable": 2, "unhealthyPodEvictionPolicy": ""}
+        },
+        "redis": {"enabled": True, "podDisruptionBudget": {"maxUnavailable": 0}},
+    },
+    "no budgets": {
+        "head": {"podDisruptionBudget": {"enabled": False}},
+        "shards": {"podDisruptionBudget": {"enabled": False}},
+        "redis": {"enabled": True, "podDisruptionBudget": {"enabled": False}},
+    },
+    "no text anywhere": {
+        "auth": {"secretName": None, "revision": None},
+        "clusterDomain": None,
+        "redis": {"address": None, "secretName": None, "storage": {"storageClassName": None}},
+        "image": {"tag": None, "digest": None},
+        "head": {"priorityClassName": None, "state": {"storageClassName": None}, "nodeSelector": None},
+    },
+    "two groups, several shards in a pod": {"groups": {"a": {"perPod": 2}, "b": {"replicas": 1}}},
+    "metrics elsewhere": {"config": {"metrics": {"port": 19_400}}, "monitoring": {"enabled": True}},
+}
+
+
+def paths(tree: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the path of every value, tables among them."""
+    for name, value in tree.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, name))
+
+
+def null_at(path: tuple[str, ...]) -> Values:
+    value: Any = None
+    for name in reversed(path):
+        value = {name: value}
+    return dict(value)
+
+
+def nulls_in(tree: Any) -> bool:
+    if isinstance(tree, dict):
+        return any(value is None or nulls_in(value) for value in tree.values())
+    return isinstance(tree, list) and any(nulls_in(each) for each in tree)
+
+
+def rendered(values: Values) -> Release:
+    """Returns the release; each object keeps the schemas, and none has a field of null, or the text
+    that Go writes for one."""
+    objects = [each for each in render(values) if each]
+    for each in objects:
+        check_schema(each)
+        assert not nulls_in(each), each["metadata"]["name"]
+        assert not any(text in yaml.safe_dump(each) for text in ("<nil>", "<no value>"))
+    return Release(values, objects)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_these_values_render_what_kubernetes_takes(name: str) -> None:
+    release = rendered(SETS[name])
+    for check in (mounts_exist, probes_ask_what_is_served, selectors_match_pods, pods_have_time_to_stop):
+        check(release)
+    if release.mode != "join":
+        memory_is_what_the_program_asks_for(release)
+
+
+@pytest.mark.parametrize("path", sorted(paths(DEFAULTS)), ids=".".join)
+def test_a_value_of_null_is_left_out_or_refused_by_name(path: tuple[str, ...]) -> None:
+    try:
+        rendered(null_at(path))
+    except RenderError as refused:
+        assert (REFUSED in str(refused) or "set the other to null" in str(refused)) and path[-1] in str(refused)
+
+
+# ------------------------------------------------------------------------------------------- what they mean
+
+
+def of(release: Release, kind: str, name: str) -> Object:
+    found: Object = release.one(kind, name)
+    return found
+
+
+def test_replicas_that_an_autoscaler_sets_are_not_written() -> None:
+    release = rendered(SETS["of one group an autoscaler sets the replicas"])
+    assert "replicas" not in of(release, "StatefulSet", "-a")["spec"]
+    assert of(release, "StatefulSet", "-b")["spec"]["replicas"] == DEFAULTS["shards"]["replicas"]
+
+
+@pytest.mark.parametrize("name", ["OpenShift", "OpenShift, engines with a sidecar", "OpenShift, in a RayCluster"])
+def test_openshift_chooses_the_user_and_the_group(name: str) -> None:
+    release = rendered(SETS[name])
+    for pod in release.pods:
+        contexts = [each["securityContext"] for each in ours(pod)]
+        contexts += [pod.spec["securityContext"]] if not pod.owner.startswith("engine") else []
+        for context in contexts:
+            assert not context.keys() & {"runAsUser", "runAsGroup", "fsGroup"}
+            assert context["runAsNonRoot"] is True
+
+
+def test_annotations_that_are_given_replace_those_of_the_chart() -> None:
+    release = rendered(SETS["the autoscaler may evict"])
+    for name in ("-head", "-shard"):
+        annotations = of(release, "StatefulSet", name)["spec"]["template"]["metadata"]["annotations"]
+        assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "true"
+        assert annotations["kvcluster/secret-revision"] == ""
+
+
+def test_containers_of_others_come_after_ours() -> None:
+    release = rendered(SETS["everything extra"])
+    for name, own in (("-head", "head"), ("-shard", "shard")):
+        spec = of(release, "StatefulSet", name)["spec"]["template"]["spec"]
+        assert [each["name"] for each in spec["containers"]] == [own, "agent"]
+        assert [each["name"] for each in spec["initContainers"]] == ["first"]
+
+
+def test_resources_that_the_chart_does_not_know_are_passed_on() -> None:
+    for name, resource in (("RDMA", "rdma/hca_shared_devices_a"), ("EKS with EFA", "vpc.amazonaws.com/efa")):
+        (container,) = of(rendered(SETS[name]), "StatefulSet", "-shard")["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"][resource] == 1 and container["resources"]["limits"]["memory"]
+
+
+def test_the_registry_of_the_chart_above_replaces_that_of_every_image() -> None:
+    plain, digest = rendered(SETS["another registry"]), rendered(SETS["another registry and a digest"])
+    images = {each["image"] for pod in plain.pods for each in pod.containers}
+    assert all(image.startswith("registry.example:5000/mirror/kvcluster:") for image in images)
+    images = {each["image"] for pod in digest.pods for each in pod.containers}
+    tags = {"registry.example/kv/kvcluster@sha256:" + "0" * 64, "registry.example/" + DEFAULTS["redis"]["image"]}
+    assert images == tags
+    for pod in (*plain.pods, *digest.pods):
+        assert pod.spec["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_a_head_and_a_redis_have_budgets_by_which_nodes_drain() -> None:
+    budgets = {
+        each["metadata"]["name"]: each["spec"]
+        for each in rendered({"redis": {"enabled": True}}).of("PodDisruptionBudget")
+    }
+    assert budgets.keys() == {f"cache-kvcluster-{name}" for name in ("head", "redis", "shard")}
+    for spec in budgets.values():
+        assert spec["maxUnavailable"] == 1 and spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+def test_two_releases_share_no_name_and_no_selector() -> None:
+    first, second = (render({"monitoring": {"enabled": True}}, release=name) for name in ("one", "two"))
+    names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (first, second)]
+    assert not names[0] & names[1]
+    pods = [Release({}, objects).pods for objects in (first, second)]
+    for objects, others in ((first, pods[1]), (second, pods[0])):
+        for each in objects:
+            if each["kind"] == "Service":
+                assert not any(pod.is_selected_by(each["spec"]["selector"]) for pod in others)
+
+
+def test_a_chart_above_may_switch_this_one_off(tmp_path: Path) -> None:
+    above = tmp_path / "above"
+    (above / "charts").mkdir(parents=True)
+    dependency = {"name": "kvcluster", "version": _version(), "condition": "kvcluster.enabled"}
+    chart = {"apiVersion": "v2", "name": "above", "version": "1.0.0", "dependencies": [dependency]}
+    (above / "Chart.yaml").write_text(yaml.safe_dump(chart), encoding="utf-8")
+    with ApiServer() as server:
+        Helm(server).package(above / "charts")
+    for enabled, registry in ((True, "registry.example"), (False, "")):
+        values = {"global": {"imageRegistry": registry}, "kvcluster": {"enabled": enabled}}
+        with ApiServer() as server:
+            manifest = Helm(server).install(values, above).get("manifest", "")
+        assert ("registry.example/kvcluster:" in manifest) is enabled
+        assert bool(manifest.strip()) is enabled
+
+
+def _version() -> str:
+    return str(yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["version"])
