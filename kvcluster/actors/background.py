@@ -22,9 +22,8 @@ import ray
 
 from kvcluster.actors import cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
-from kvcluster.actors.import_paths import OwnPaths
 from kvcluster.actors.node_memory import checked_bytes_for_pools
-from kvcluster.actors.own_ray import TOKEN, own_ray
+from kvcluster.actors.own_ray import TOKEN, OwnPaths, own_ray
 from kvcluster.actors.ray_node import (
     HEAD_OPTIONS,
     RayNode,

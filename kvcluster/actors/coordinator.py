@@ -15,8 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from kvcluster.actors.process_limits import set_limits
-from kvcluster.actors.restarts import restarted, waited_for
+from kvcluster.actors.actor_process import restarted, set_limits, waited_for
 from kvcluster.actors.settings import announce_reports, announced_host, next_epoch, read_settings
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash

@@ -16,10 +16,9 @@ import ray
 
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
-from kvcluster.actors.import_paths import OwnPaths
 from kvcluster.actors.lean_ray import lean_ray
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
-from kvcluster.actors.own_ray import own_ray
+from kvcluster.actors.own_ray import OwnPaths, own_ray
 from kvcluster.actors.ray_node import check_shown, session_logs
 from kvcluster.actors.ray_view import with_errors
 from kvcluster.actors.stopping import save_shards

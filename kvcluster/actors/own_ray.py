@@ -7,17 +7,22 @@ may have imported it long ago, it is made to read them again, here and when the 
 
 `check_head`, `asks_for_a_token`, `answers` and `NodeNotes` ask Ray's head without a driver: whether it requires a
 credential, and what a node reports to the cluster.
+
+Actors import from the folders from which their driver does, and from no other: Ray would put the driver's current
+directory first, so that a `queue.py` in the folder in which an operator runs `kvcluster up` would run in every actor.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
+from ray.job_config import JobConfig
 
 from kvcluster.actors.ray_private import AuthenticationTokenLoader, GcsClient, RayConfig, ray_constants
 from kvcluster.actors.settings import LEAVING, SPACE, config_key
@@ -198,3 +203,16 @@ def _no_ray(address: str, error: Any) -> NoReturn:
         raise ConfigError(f"what listens at {address} is not the head of a Ray; give its ray.port") from None
     why = str(error.details() or error.code().name).rpartition(": ")[2]
     raise Unreachable(f"no Ray answers at {address}: {why}") from None
+
+
+class OwnPaths(JobConfig):
+    """A job whose actors import from the driver's script and current directory only if the driver does."""
+
+    def __init__(self) -> None:
+        folders = (os.path.dirname(os.path.realpath(sys.argv[0])), os.getcwd())
+        known = {os.path.abspath(entry) for entry in sys.path}
+        super().__init__(_py_driver_sys_path=[folder for folder in dict.fromkeys(folders) if folder in known])
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        """Ray asks this to decide whether to add both folders itself, and nothing else."""
+        return True

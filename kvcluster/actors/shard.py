@@ -12,9 +12,8 @@ from functools import partial
 
 import ray
 
+from kvcluster.actors.actor_process import restarted, set_limits, waited_for
 from kvcluster.actors.coordinator import end_process
-from kvcluster.actors.process_limits import set_limits
-from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.actors.settings import next_epoch, reachable_host, read_settings, report_address
 from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import Config, ServerConfig

@@ -193,7 +193,7 @@ class SequenceBatch(Unpicklable):
         """As Sequence.attend for each row: `query` is `[tokens, heads, head_dim]` with the tokens of all rows, one row
         after another: `tokens[i]` of row i, by default equally many."""
         from kvcluster.sequences.batch_attention import BatchAttention, Scores
-        from kvcluster.transfers.array_tensors import as_tensor
+        from kvcluster.transfers.tensors import as_tensor
 
         query = as_tensor(query, "the query")
         states = self._states()

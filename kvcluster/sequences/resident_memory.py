@@ -23,8 +23,8 @@ from kvcluster.memory.codec import coder
 from kvcluster.sequences.block_table import ABSENT, CODED, CodedPage, PageCopy, TokenRun, coded_page
 from kvcluster.sequences.blocks import PageNumber
 from kvcluster.sequences.page_memory import PageMemory
-from kvcluster.transfers.array_tensors import as_tensor
 from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.tensors import as_tensor
 
 _ALIGN_BYTES = 64
 """Between encoded pages, so that no vector of one lies in two cache lines."""

@@ -294,7 +294,7 @@ class Sequence(Unpicklable):
         deadline.
         """
         from kvcluster.sequences.batch_attention import BatchAttention, Scores
-        from kvcluster.transfers.array_tensors import as_tensor
+        from kvcluster.transfers.tensors import as_tensor
 
         state, query = self.checked(), as_tensor(query, "the query")
         if self._attention is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.actors.restarts import waited_for
+from kvcluster.actors.actor_process import waited_for
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.metric_samples import CallMetrics
 

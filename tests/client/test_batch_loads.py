@@ -25,7 +25,7 @@ from kvcluster.memory import checksum, codec
 from kvcluster.memory.region import address_of
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers import python_verified_copies
-from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transport.base import BytesPayload, Cancelled, ExchangeCopies
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten

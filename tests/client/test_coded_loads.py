@@ -21,8 +21,8 @@ from kvcluster.memory import checksum, codec, native
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Buffers, Paged
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transfers.load_progress import LoadProgress
-from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.pieces import plan_pieces
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.transfer import Loaded

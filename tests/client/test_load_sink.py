@@ -20,8 +20,8 @@ from kvcluster.errors import ProtocolError
 from kvcluster.memory import checksum, codec
 from kvcluster.transfers.bound_memory import bind
 from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transfers.load_progress import LoadProgress
-from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.pieces import Piece, plan_pieces
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.transfer import Loaded

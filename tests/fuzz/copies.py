@@ -42,8 +42,8 @@ from kvcluster.memory.region import address_of
 from kvcluster.transfers import python_verified_copies
 from kvcluster.transfers.bound_memory import BoundMemory, bind
 from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transfers.load_progress import LoadProgress
-from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.pieces import Piece, plan_pieces
 from kvcluster.transfers.python_verified_copies import PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges

@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.copies.batch import CopyStatus
 from kvcluster.core import hashing
-from kvcluster.transfers import bound_memory, load_sink, long_chains, transfer
+from kvcluster.transfers import bound_memory, load_executor, long_chains, transfer
 from kvcluster.transfers.part_memory import Ask
 from tests.fuzz.client.fuzzer import Finding, Tally, run, run_episode
 
@@ -69,7 +69,7 @@ def sources_are_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def what_does_not_match_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = load_sink.LoadSink._count_records
+    counted = load_executor.LoadSink._count_records
 
     def count(self: Any, batch: Any, start: int, stop: int) -> bool:
         for at in range(start, stop):
@@ -77,7 +77,7 @@ def what_does_not_match_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
                 batch.status[at] = CopyStatus.DONE
         return counted(self, batch, start, stop)
 
-    monkeypatch.setattr(load_sink.LoadSink, "_count_records", count)
+    monkeypatch.setattr(load_executor.LoadSink, "_count_records", count)
 
 
 def salts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcluster.copies.batch import CopyStatus
-from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transfers.python_verified_copies import PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transfers.store_source import StoreSource

@@ -41,7 +41,7 @@ from vllm.v1.request import RequestStatus
 
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.kv_format import KVFormat
-from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transfers.store_source import StoreSource
 from tests.vllm.build import BLOCK, GEMMA, LLAMA, model_folder
 from tests.vllm.conftest import Bench, a_bench

@@ -17,7 +17,7 @@ from kvcluster.core.messages import ShardAddress, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.load_executor import LoadSink
 from kvcluster.transport.base import Deadline, PageSource, PathLost, Transport
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.sessions import WriteSession
