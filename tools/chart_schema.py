@@ -86,6 +86,7 @@ _RULES: dict[str, Schema] = {
     "redis.address": _HOST_PORT,
     "redis.storage.size": QUANTITY,
     "redis.runAsUser": _USER,
+    "sidecar.engineGraceSeconds": _COUNT,
     "join.address": _HOST_PORT,
     "join.headSelector": _LABELS,
     "networkPolicy.dnsPorts": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65_535}},

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import Any
 
+from kvcluster.errors import ConfigError
 from kvcluster.runtime.auth import new_token, token_line
 
 _DESCRIPTION = """
 Makes a token by which a client proves whose blocks it shares, and the line that admits it: put the line into the file
 that `kvcluster up --token-file` names, and give the token to the client. The file holds a digest, from which the token
 cannot be made again. With --secret it makes a secret instead, by which the machines of one cluster know one another
-(server.secret_file). It prints, and stores nothing.
+(server.secret_file). It prints what it makes and stores nothing; with --to it writes the token, or the secret, to a new
+file that its owner alone can read.
 """
 
 
@@ -26,7 +29,7 @@ def add(commands: Any) -> None:
         examples=[
             "kvcluster token --tenant team-a",
             "kvcluster token --tenant ops --operator",
-            "kvcluster token --secret > /etc/kvcluster/secret",
+            "kvcluster token --secret --to /etc/kvcluster/secret",
         ],
     )
     which = token.add_mutually_exclusive_group(required=True)
@@ -39,19 +42,40 @@ def add(commands: Any) -> None:
         action="store_true",
         help="let the bearer also run commands that affect every tenant, such as `drain`",
     )
+    token.add_argument(
+        "--to", metavar="FILE", help="write the secret, or the token without its line, to a new file of mode 0600"
+    )
     token.add_argument("--json", action="store_true", help="print the token and its line as one JSON object")
     token.set_defaults(run=_token)
 
 
 def _token(options: argparse.Namespace) -> int:
     secret = new_token()
+    line = "" if options.secret else token_line(secret, options.tenant, operator=options.operator)
+    if options.to:
+        _write(options.to, secret)
+        if line:
+            print(json.dumps({"line": line}) if options.json else line)
+        return 0
     if options.secret:
         print(json.dumps({"secret": secret}) if options.json else secret)
         return 0
-    line = token_line(secret, options.tenant, operator=options.operator)
     if options.json:
         print(json.dumps({"token": secret, "line": line}))
         return 0
     bearer = "operator" if options.operator else "worker"
     print(f"token (give it to the {bearer}, store it nowhere else):\n  {secret}\nline for the token file:\n  {line}")
     return 0
+
+
+def _write(path: str, secret: str) -> None:
+    """Writes a new file that its owner alone can read, as the programs that read it ask. Raises ConfigError."""
+    try:
+        with open(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w", encoding="ascii"
+        ) as file:
+            file.write(secret + "\n")
+    except FileExistsError:
+        raise ConfigError(f"{path} is there already, and what it holds may be in use: remove it first") from None
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

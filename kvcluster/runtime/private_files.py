@@ -195,8 +195,8 @@ def _read(path: str) -> bytes:
             secret = file.read(_MOST_BYTES + 1).strip()
     except OSError as error:
         raise ConfigError(
-            f"cannot read server.secret_file {path}: {error.strerror}. `kvcluster token --secret > {path}` makes one; "
-            "copy it to each node"
+            f"cannot read server.secret_file {path}: {error.strerror}. `kvcluster token --secret --to {path}` makes "
+            "one; copy it to each node"
         ) from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigError(f"every user of this machine can read or write {path}: `chmod o-rw {path}`")

@@ -31,6 +31,7 @@ from tests.chart.released import Object, PodTemplate, Release, ours
 from tests.chart.security import restricted
 
 REDIS_PORT = 6379
+_SIDECAR: dict[str, Any] = yaml.safe_load((ROOT / "helm/kvcluster/values.yaml").read_text(encoding="utf-8"))["sidecar"]
 _MIB = 2**20
 
 
@@ -143,7 +144,10 @@ def pods_have_time_to_stop(release: Release) -> None:
             continue
         (group,) = [g for g in release.config.shard_groups.values() if options.offer[0].startswith(*g.resources)]
         saves = group.shard.stop_ms / 1_000 if group.shard.disk_bytes else 0
-        assert pod.spec["terminationGracePeriodSeconds"] >= options.leave_s + saves + 10
+        engine_s = (
+            {**_SIDECAR, **release.values.get("sidecar", {})}["engineGraceSeconds"] if release.mode == "sidecar" else 0
+        )
+        assert pod.spec["terminationGracePeriodSeconds"] >= engine_s + options.leave_s + saves + 10
 
 
 def ports_are_of_the_program(release: Release) -> None:

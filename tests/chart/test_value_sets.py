@@ -75,6 +75,10 @@ SETS: dict[str, Values] = {
     },
     "EKS with EFA": {"shards": {"resources": {"limits": {"vpc.amazonaws.com/efa": 1, "hugepages-2Mi": "512Mi"}}}},
     "RDMA": {"shards": {"resources": {"limits": {"rdma/hca_shared_devices_a": 1}}}},
+    "a sidecar beside an engine with a group of its own": {
+        "mode": "sidecar",
+        "sidecar": {"engineGraceSeconds": 300, "fsGroup": False},
+    },
     "a NodePort": {"head": {"service": {"type": "NodePort"}}},
     "another scheduler": {"shards": {"schedulerName": "volcano"}, "head": {"schedulerName": "volcano"}},
     "no resources of the head": {"head": {"resources": None}},
@@ -193,6 +197,15 @@ def test_openshift_chooses_the_user_and_the_group(name: str) -> None:
         for context in contexts:
             assert not context.keys() & {"runAsUser", "runAsGroup", "fsGroup"}
             assert context["runAsNonRoot"] is True
+
+
+def test_a_sidecars_patch_leaves_the_engine_its_time_and_its_group() -> None:
+    plain, own = ({"mode": "sidecar"}, SETS["a sidecar beside an engine with a group of its own"])
+    (before,), (after,) = (rendered(values).pods[-1:] for values in (plain, own))
+    seconds = [pod.spec["terminationGracePeriodSeconds"] for pod in (before, after)]
+    assert seconds[1] - seconds[0] == 300 - DEFAULTS["sidecar"]["engineGraceSeconds"]
+    assert before.spec["securityContext"]["fsGroup"] == DEFAULTS["runAsGroup"]
+    assert "fsGroup" not in after.spec.get("securityContext", {})
 
 
 def test_annotations_that_are_given_replace_those_of_the_chart() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.cli import measured_paths
 from kvcluster.cli.main import main
-from kvcluster.cli.measured_paths import MeasuredMemory
+from kvcluster.cli.measured_memory import MeasuredMemory
 from kvcluster.client.client import Client
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.miss import Miss, MissReason

@@ -20,6 +20,7 @@ from kvcluster.cli.main import main
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import digest, new_token, parse_tokens, token_line
+from kvcluster.runtime.private_files import ACTORS, derived_key
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
@@ -159,6 +160,28 @@ def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.C
     assert (tenants, operators) == ({digest(credential.secret): "ops"}, {digest(credential.secret)})
     assert main(["token", "--tenant", "ops"]) == 0
     assert parse_tokens(Credential.parse(capsys.readouterr().out).line).operators == frozenset()
+
+
+def test_token_writes_a_new_file_that_its_owner_alone_reads_and_the_program_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret, token = tmp_path / "secret", tmp_path / "token"
+    before = os.umask(0)  # as lax as it may be
+    try:
+        assert main(["token", "--secret", "--to", str(secret)]) == 0
+        assert main(["token", "--tenant", "team-a", "--to", str(token)]) == 0
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (secret, token)] == [0o600] * 2
+    assert len(derived_key(str(secret), ACTORS)) == 64
+    printed = capsys.readouterr().out
+    assert parse_tokens(printed).tenants == {digest(token.read_text().strip()): "team-a"}
+    assert secret.read_text().strip() not in printed and token.read_text().strip() not in printed
+    kept = secret.read_text()
+    assert main(["token", "--secret", "--to", str(secret)]) == 1
+    assert "is there already" in capsys.readouterr().err and secret.read_text() == kept
+    assert main(["token", "--secret", "--to", str(tmp_path / "none" / "secret")]) == 1
+    assert "cannot write" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------- with one, and two tenants
