@@ -62,7 +62,7 @@ class CoordinatorActor:
         epoch = next_epoch(cluster, "coordinator")
         me = {"node": socket.gethostname(), "release": __version__, "config_hash": config_hash(config)}
         self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, **me))
-        auth = authenticator(server, secret, restarted=patient)
+        self._auth = auth = authenticator(server, secret, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
@@ -116,7 +116,11 @@ class CoordinatorActor:
         return ProcessFacts(0, memory_limit_bytes(), tuple(ports))
 
     def scheduled(self, waiting: list[str], orphans: list[tuple[str, str]], shards: list[str]) -> None:
-        """Takes what the reconciler saw in its last pass, for the status."""
+        """Takes what the reconciler saw in its last pass, for the status, and adds why the newest token file is not in
+        use, if it is not."""
+        stale = self._auth.trouble()
+        if stale:
+            waiting = [f"{stale}. The tokens that it had stay valid", *waiting]
         self._host.tell(schedule_of(waiting, orphans, shards))
 
     def draining(self) -> list[str]:

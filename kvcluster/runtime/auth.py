@@ -25,6 +25,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvcluster.config import ServerConfig
@@ -91,6 +92,12 @@ class TokenFile:
         if self._tokens is None:
             raise CredentialError(f"this server admits no client until its token file can be used: {self._why}")
         return self._tokens
+
+    def trouble(self) -> str:
+        """Returns why the newest version of the file is not in use, as it could not be used; "" if it is."""
+        with suppress(CredentialError):
+            self.tokens()
+        return self._why
 
     def _look(self) -> None:
         """Reads the file if it is another one than at the last look."""
@@ -197,6 +204,10 @@ class Authenticator:
     def one_tenant(self) -> bool:
         """Whether all callers, except the cluster's own shards, belong to one tenant. False while that is not known."""
         return self._count() == 1
+
+    def trouble(self) -> str:
+        """As TokenFile; "" without a file."""
+        return self._file.trouble() if self._file is not None else ""
 
     def caller(self, token: str | None) -> Caller:
         """Returns the caller of this token. Raises CredentialError if the token is missing, unknown or revoked."""

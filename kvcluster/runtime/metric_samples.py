@@ -121,6 +121,7 @@ class CallMetrics:
         self._refused = dict.fromkeys(Refusal, 0)
         self._start_retries = 0
         self._under_way: list[Callable[[], int]] = []
+        self._tokens_trouble: Callable[[], str] = str
 
     def took(self, method: str, seconds: float) -> None:
         self._seconds.add((method,), seconds)
@@ -138,6 +139,10 @@ class CallMetrics:
         """Has `under_way` asked for the number of calls of a server, one of those of this process."""
         self._under_way.append(under_way)
 
+    def watch_tokens(self, trouble: Callable[[], str]) -> None:
+        """Has `trouble` asked why the newest token file is not in use (Authenticator.trouble)."""
+        self._tokens_trouble = trouble
+
     def samples(self) -> list[Sample | Histogram]:
         under_way = sum(count() for count in self._under_way)
         with self._lock:
@@ -147,6 +152,7 @@ class CallMetrics:
             *labelled("kvcluster_refused_calls_total", refused),
             *self._seconds.samples(),
             Sample("kvcluster_calls_under_way", (), float(under_way)),
+            Sample("kvcluster_token_file_stale", (), float(bool(self._tokens_trouble()))),
             Sample("kvcluster_start_retries_total", (), float(retries)),
         ]
 

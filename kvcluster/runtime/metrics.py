@@ -135,6 +135,9 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     "kvcluster_call_seconds": Metric(_HISTOGRAM, "Time to answer a gRPC call, without the network.", ("method",)),
     "kvcluster_refused_calls_total": Metric(_COUNTER, "gRPC calls that were not let through, by reason.", ("reason",)),
     "kvcluster_calls_under_way": Metric(_GAUGE, "gRPC calls that are served or wait for a thread."),
+    "kvcluster_token_file_stale": Metric(
+        _GAUGE, "1 while the newest token file cannot be used, and the tokens of the one before are valid."
+    ),
     "kvcluster_start_retries_total": Metric(
         _COUNTER, "Attempts of this process to start again that failed, until it could serve."
     ),

@@ -217,7 +217,9 @@ class GrpcServer:
         *,
         setting: str = "server.port",
     ) -> None:
-        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()))
+        metrics = metrics or CallMetrics(())
+        metrics.watch_tokens(authenticator.trouble)
+        self._table = _Table(handlers, authenticator, threads, metrics)
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
         options = server_options(message_bytes)
         self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)

@@ -16,6 +16,7 @@ from kvcluster.cli.coordinator_args import read_status
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain
 from kvcluster.errors import KVClusterError
+from kvcluster.runtime.auth import token_line
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
@@ -33,15 +34,27 @@ class Foreground:
 
     def __init__(self, folder: Path) -> None:
         self.port, self.settings, self.log = free_port(), folder / "cluster.toml", folder / "log"
+        self.tokens = folder / "tokens"
+        self.admit("team-a")
         self.configure(shards=1)
         command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--foreground", "--config", str(self.settings)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
-        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", None))
+        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", "team-a"))
 
     def configure(self, shards: int) -> None:
-        text = f'shards = {shards}\n[server]\nport = {self.port}\n[shard]\nram_bytes = "64MiB"\n'
+        server = f'[server]\nport = {self.port}\ntoken_file = "{self.tokens}"\n'
+        text = f'shards = {shards}\n{server}[shard]\nram_bytes = "64MiB"\n'
         self.settings.write_text(text, encoding="utf-8")
+
+    def admit(self, *tenants: str) -> None:
+        """Writes the token file: each tenant's token is its name."""
+        lines = [token_line(tenant, tenant, operator=tenant == "team-a") for tenant in tenants]
+        self.tokens.write_text("\n".join(lines), encoding="utf-8")
+
+    def waiting(self) -> list[str]:
+        """What the status says that the cluster waits for."""
+        return list(read_status(self._port, PATIENCE_MS)["waiting"])
 
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8")
@@ -93,6 +106,14 @@ def test_a_changed_number_of_shards_is_followed(foreground: Foreground) -> None:
     assert "the configuration has changed: shards is 1, not 2" in foreground.said()
     foreground.configure(shards=1)
     foreground.wait(lambda shards: len(shards) == 1)
+
+
+def test_the_status_shows_that_a_second_tenant_is_not_admitted(foreground: Foreground) -> None:
+    foreground.admit("team-a", "team-b")
+    (why,) = eventually(foreground.waiting, 60.0)
+    assert "now names several tenants" in why and "leave shm out of server.transports" in why
+    foreground.admit("team-a")
+    eventually(lambda: not foreground.waiting(), 60.0)
 
 
 def test_it_ends_the_cluster_when_it_is_told_to_and_leaves_nothing(foreground: Foreground) -> None:

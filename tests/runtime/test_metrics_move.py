@@ -44,7 +44,7 @@ from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.core.shard.disk_recovery import NO_STORE
 from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.memory import codec
-from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.auth import Authenticator, TokenFile, digest, token_line
 from kvcluster.runtime.coordinator_host import figures_of
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
 from kvcluster.runtime.metrics import METRICS
@@ -453,6 +453,18 @@ def test_connections_of_strangers_and_of_other_releases() -> Series:
 
 
 # --------------------------------------------------------------------------------------------- every process
+
+
+@causes("token_file_stale")
+def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
+    path, calls = tmp_path / "tokens", CallMetrics(())
+    path.write_text(token_line("mine", "me"), encoding="utf-8")
+    file = TokenFile(str(path), clock=lambda: float("inf"))  # it looks each time
+    server = GrpcServer({}, Authenticator(None, "secret", file=file), "127.0.0.1", 0, 1, metrics=calls)
+    with closing(server):
+        before = by_series(calls.samples())
+        path.write_text("no line of a token file\n", encoding="utf-8")
+        return moved(before, by_series(calls.samples()))
 
 
 @causes("call_seconds", "refused_calls_total", "calls_under_way", "start_retries_total")

@@ -119,9 +119,11 @@ def test_a_second_tenant_is_not_admitted_where_memory_is_shared_with_the_first(
     with pytest.raises(CredentialError):
         watched.tenant("yours")
     assert watched.tenant("mine") == "me" and "leave shm out of server.transports" in caplog.text
+    assert "now names several tenants" in watched.auth.trouble(), "the status and a metric report it, too"
     watched.write({"other": "me"})
     watched.later()
     assert watched.tenant("other") == "me", "another token of the same tenant is"
+    assert not watched.auth.trouble()
 
 
 def test_where_there_were_several_tenants_others_are_admitted(path: Path) -> None:
