@@ -23,7 +23,12 @@ ABSENT |= {"kvcluster_blocks", "kvcluster_private_blocks", "kvcluster_claimed_bl
 ABSENT |= {"kvcluster_namespaces", "kvcluster_pinned_blocks", "kvcluster_orders", "kvcluster_replica_requests"}
 ABSENT |= {"kvcluster_tickets", "kvcluster_coordinator_epoch_seconds", "kvcluster_shard_epoch_seconds"}
 ABSENT |= {"kvcluster_tier_pages", "kvcluster_leases", "kvcluster_waiting", "kvcluster_calls_under_way"}
-ABSENT |= {"kvcluster_start_retries_total", "kvcluster_uptime_seconds", "kvcluster_worker_paths"}
+ABSENT |= {
+    "kvcluster_start_retries_total",
+    "kvcluster_token_file_stale",
+    "kvcluster_uptime_seconds",
+    "kvcluster_worker_paths",
+}
 ABSENT |= {"kvcluster_worker_attended_spans_total", "kvcluster_worker_shipped_bytes_total"}
 ABSENT |= {"kvcluster_worker_failed_attends_total"}
 
