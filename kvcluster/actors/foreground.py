@@ -18,7 +18,7 @@ from kvcluster.actors import background, cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import answers, asks_for_a_token, own_ray, ray_of_nodes, redis_password
-from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, running_node
+from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, following_logs, running_node
 from kvcluster.actors.ray_view import ends_with_ray
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.actors.stopping import longest_save_ms
@@ -68,7 +68,13 @@ def run_local(source: ConfigSource, say: Say) -> None:
     say(f"starting Ray, a coordinator and {_count(config)}: usually ten seconds")
     state, given = background.state_dir(config), source
     source = ConfigSource(lambda: with_state_dir(given.read(), state), given.path)
-    with own_ray(), background.local_head(config) as head, _watched(head.node, config), stopped_by_signals() as stop:
+    with (
+        own_ray(),
+        background.local_head(config) as head,
+        _watched(head.node, config),
+        following_logs(head.node, config.log),
+        stopped_by_signals() as stop,
+    ):
         running = cluster.start(source.read(), detached=True)
         background.record(config, head, running)
         reconciler = Reconciler(source.read(), detached=True)
@@ -79,7 +85,12 @@ def run_head(source: ConfigSource, node_ip: str, offers: Mapping[str, float], sa
     """Runs the head of a cluster of several nodes until a signal, and keeps the cluster as configured. `node_ip`: the
     address of this machine that the other nodes reach. Raises ConfigError, or KVClusterError if Ray ends."""
     config = source.read()
-    with ray_of_nodes(config), _head(config, node_ip, offers) as head, _watched(head, config):
+    with (
+        ray_of_nodes(config),
+        _head(config, node_ip, offers) as head,
+        _watched(head, config),
+        following_logs(head, config.log),
+    ):
         address = f"{node_ip}:{config.ray.port}"
         with background.connected(address, node_ip), stopped_by_signals() as stop:
             say(f"Ray's head listens at {address}; on each other node: kvcluster join {address} --config FILE")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from kvcluster.actors.foreground import Say, stopped_by_signals
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import NodeNotes, check_head, ray_of_nodes
-from kvcluster.actors.ray_node import RayNode, fixed_ports, running_node, session_of
+from kvcluster.actors.ray_node import RayNode, fixed_ports, following_logs, running_node, session_of
 from kvcluster.actors.stopping import is_shard, longest_save_ms
 from kvcluster.config import Config, as_values, size_text
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
@@ -79,12 +79,13 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
     gpus = config.gpus_of_twins
     with running_node(node_ip, where, memory, joining.offers, longest_save_ms(config), gpus) as node:
         say(f"joined {joining.head} as {node_ip}, with {size_text(memory, 4)} for pools")
-        while node.runs() and not stop.wait(_LOOK_S):
-            pass
-        if stop.is_set() and node.runs():
-            _leave(config, joining, node_ip, node, say)
-        elif not stop.is_set():
-            say(f"Ray has ended on this node: {node.last_words()}")
+        with following_logs(node, config.log):
+            while node.runs() and not stop.wait(_LOOK_S):
+                pass
+            if stop.is_set() and node.runs():
+                _leave(config, joining, node_ip, node, say)
+            elif not stop.is_set():
+                say(f"Ray has ended on this node: {node.last_words()}")
 
 
 def _leave(config: Config, joining: Joining, node_ip: str, node: RayNode, say: Say) -> None:

@@ -21,10 +21,11 @@ from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.actors.ray_view import with_errors
 from kvcluster.actors.stopping import end_shards
 from kvcluster.child_python import absolute_python_path, module_command
-from kvcluster.config import RayConfig
+from kvcluster.config import LogConfig, RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime import kept_logs
+from kvcluster.runtime.log_follower import logs_followed
 from kvcluster.runtime.private_files import private_folder
 from kvcluster.transport.listener import bound_socket
 
@@ -86,6 +87,13 @@ class RayNode(NamedTuple):
         """Ends it. Its shards may save their pages before, for `stop_ms`."""
         end_shards(session_of(self.pid), stop_ms)
         end_session(self.pid)
+
+
+def following_logs(node: RayNode, log: LogConfig) -> contextlib.AbstractContextManager[None]:
+    """Has what the node's actors log in JSON written to standard output within the block."""
+    if log.format != "json":
+        return contextlib.nullcontext()
+    return logs_followed(session_logs(node.folder))
 
 
 def check_shown(gpus: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -44,7 +45,7 @@ class Foreground:
 
     def configure(self, shards: int) -> None:
         server = f'[server]\nport = {self.port}\ntoken_file = "{self.tokens}"\n'
-        text = f'shards = {shards}\n{server}[shard]\nram_bytes = "64MiB"\n'
+        text = f'shards = {shards}\n{server}[shard]\nram_bytes = "64MiB"\n[log]\nformat = "json"\n'
         self.settings.write_text(text, encoding="utf-8")
 
     def admit(self, *tenants: str) -> None:
@@ -98,6 +99,13 @@ def test_a_drained_shard_is_replaced(foreground: Foreground) -> None:
     foreground.drain("shard-0")
     # Under its own name, or under the next if the replacement has started while it drained.
     foreground.wait(lambda shards: len(shards) == 1 and shards != before)
+
+
+def test_decisions_of_its_processes_are_on_its_standard_output(foreground: Foreground) -> None:
+    foreground.wait(lambda shards: len(shards) == 1)
+    logged = [json.loads(line) for line in foreground.said().splitlines() if line.startswith("{")]
+    assert {line["process"].partition("-")[0] for line in logged} == {"coordinator", "shard"}
+    assert {"drain_begun"} <= {line.get("event") for line in logged}
 
 
 def test_a_changed_number_of_shards_is_followed(foreground: Foreground) -> None:
