@@ -31,6 +31,7 @@ from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.memory import native
+from kvcluster.runtime.auth import NOT_A_TENANT
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
@@ -122,7 +123,8 @@ def examine(
     `cluster` has what its processes report about themselves and one another (cluster_doctor.judged)."""
     here = this_place() if here is None else here
     coordinator, status = _examine_coordinator(address, token)
-    shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
+    tried = () if coordinator["credential"] == _OF_NO_TENANT else status.get("shards", ())
+    shards = [_examine_shard(shard, token, openers, here) for shard in tried]
     found = {
         "address": address,
         "here": here,
@@ -134,6 +136,8 @@ def examine(
     healthy, verdict = _verdict(coordinator, shards)
     return found | {"healthy": healthy, "verdict": verdict}
 
+
+_OF_NO_TENANT = "of an operator without a tenant"
 
 # ------------------------------------------------------------------------------------------ the coordinator
 
@@ -154,10 +158,16 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
         with closing(Connection(address, token)) as connection:
             connection.wait_ready(Deadline.after_ms(PATIENCE_MS))
             found["reachable"] = True
-            with suppress(CallerError):  # the coordinator accepted the version and refused the empty request
-                connection.ask(VersionQuestion(), None, Deadline.after_ms(PATIENCE_MS))
-            found |= {"protocol_version": connection.version, "credential": "accepted"}
+            found["credential"] = "accepted"
+            try:
+                with suppress(CallerError):  # the coordinator accepted the version and refused the empty request
+                    connection.ask(VersionQuestion(), None, Deadline.after_ms(PATIENCE_MS))
+            except CredentialError as error:
+                if NOT_A_TENANT not in str(error):
+                    raise
+                found["credential"] = _OF_NO_TENANT
             status = read_status(GrpcPort(connection), PATIENCE_MS)
+            found["protocol_version"] = connection.version
             port = GrpcPort(connection)
             found["apart"] = [
                 *kept_apart(read_namespaces(port, PATIENCE_MS)),
@@ -289,6 +299,11 @@ def _verdict(coordinator: Mapping[str, Any], shards: list[dict[str, Any]]) -> tu
     """Returns whether the cluster can be used fully from here, and the verdict as one line."""
     if coordinator["why"] is not None:
         return False, f"this machine cannot use the cluster: {coordinator['why']}"
+    if coordinator["credential"] == _OF_NO_TENANT:
+        return (
+            True,
+            "whether this machine reaches the shards is found with a tenant's token: this one stands for none",
+        )
     if not shards:
         return False, "the coordinator knows no shard: nothing can be stored"
     lost = [shard["shard"] for shard in shards if not shard["reachable"]]

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.auth import new_token, token_line
+from kvcluster.runtime.auth import NO_TENANT, new_token, token_line
 
 _DESCRIPTION = """
 Makes a token by which a client proves whose blocks it shares, and the line that admits it: put the line into the file
@@ -24,15 +24,15 @@ def add(commands: Any) -> None:
     token = commands.add_parser(
         "token",
         help="make a token and its line for the token file",
-        usage="kvcluster token (--tenant NAME | --secret) [options]",
+        usage="kvcluster token (--tenant NAME | --operator | --secret) [options]",
         description=_DESCRIPTION,
         examples=[
             "kvcluster token --tenant team-a",
-            "kvcluster token --tenant ops --operator",
+            "kvcluster token --operator",
             "kvcluster token --secret --to /etc/kvcluster/secret",
         ],
     )
-    which = token.add_mutually_exclusive_group(required=True)
+    which = token.add_mutually_exclusive_group()
     which.add_argument(
         "--tenant", metavar="NAME", help="tenant whose blocks the bearer shares: one word, such as team-a"
     )
@@ -40,7 +40,8 @@ def add(commands: Any) -> None:
     token.add_argument(
         "--operator",
         action="store_true",
-        help="let the bearer also run commands that affect every tenant, such as `drain`",
+        help="let the bearer also run commands that affect every tenant, such as `drain`; without --tenant the bearer "
+        "runs such commands alone, and stands for no tenant",
     )
     token.add_argument(
         "--to", metavar="FILE", help="write the secret, or the token without its line, to a new file of mode 0600"
@@ -50,8 +51,10 @@ def add(commands: Any) -> None:
 
 
 def _token(options: argparse.Namespace) -> int:
+    if options.secret == bool(options.tenant or options.operator):
+        raise ConfigError("give --tenant NAME, --operator or both, or --secret alone")
     secret = new_token()
-    line = "" if options.secret else token_line(secret, options.tenant, operator=options.operator)
+    line = "" if options.secret else token_line(secret, options.tenant or NO_TENANT, operator=options.operator)
     if options.to:
         _write(options.to, secret)
         if line:

@@ -3,8 +3,9 @@
 A token file has one line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
 begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
 bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
-of its own tenant only. The actors of a cluster authenticate to one another with a secret of their own, which stands for
-no tenant.
+of its own tenant only. An operator's line may have `-` in place of a tenant: its bearer runs the commands of COMMANDS
+and nothing else, and is not counted among the tenants. The actors of a cluster authenticate to one another with a
+secret of their own, which stands for no tenant.
 
 The file is read again when it changes, so that tokens are added and revoked while the cluster runs. It is looked at
 when a caller is to be authenticated, at most once in LOOK_S. A file that has become unusable changes nothing: the
@@ -37,7 +38,13 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+({TENANT.pattern})(\s+operator)?")
+NO_TENANT = Tenant("-")
+"""Of an operator's token that stands for no tenant. No tenant has this name."""
+
+COMMANDS = frozenset({"Ping", "GetStatus", "GetEngines", "GetNamespaces", "GetPins", "Drain", "SetPolicy", "Probe"})
+"""The coordinator's methods that a token of NO_TENANT may call."""
+
+_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT.pattern})(\s+operator)?|-\s+operator)")
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -49,7 +56,7 @@ class Tokens(NamedTuple):
 
     @property
     def tenant_count(self) -> int:
-        return len(set(self.tenants.values()))
+        return len({*self.tenants.values()} - {NO_TENANT})
 
 
 class TokenFile:
@@ -167,8 +174,8 @@ def parse_tokens(text: str) -> Tokens:
             )
         if match[1] in tenants:
             raise ConfigError(f"token file, line {number}: this token already has a line")
-        tenants[match[1]] = Tenant(match[2])
-        if match[3]:
+        tenants[match[1]] = Tenant(match[2]) if match[2] else NO_TENANT
+        if match[3] or not match[2]:
             operators.add(match[1])
     if not tenants:
         raise ConfigError("the token file contains no token, so no client could connect; `kvcluster token` makes one")
@@ -176,6 +183,11 @@ def parse_tokens(text: str) -> Tokens:
 
 
 DEFAULT_TENANT = Tenant("default")
+
+NOT_A_TENANT = (
+    "this token is an operator's and stands for no tenant: it runs commands such as status and drain, and neither "
+    "stores nor loads; use a token of the tenant (`kvcluster token --tenant NAME`)"
+)
 
 
 class Authenticator:
@@ -226,6 +238,13 @@ class Authenticator:
             raise CredentialError("the cluster does not know this token; ask its operator for another")
         return Caller(tenant, operator=hashed in tokens.operators)
 
+    def tenant(self, token: str | None) -> Tenant:
+        """Returns the tenant of this token. Raises CredentialError as `caller`, and for one that stands for none."""
+        tenant = self.caller(token).tenant
+        if tenant == NO_TENANT:
+            raise CredentialError(NOT_A_TENANT)
+        return tenant
+
     def _count(self) -> int:
         """Returns the number of tenants; 0 while it is not known."""
         try:
@@ -252,11 +271,11 @@ def new_token() -> str:
 
 
 def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
-    """Returns the line of a token file that admits this token. Raises ConfigError if `tenant` is not a valid tenant
-    name."""
+    """Returns the line of a token file that admits this token; that of an `operator` may be NO_TENANT's. Raises
+    ConfigError if `tenant` is not a valid tenant name."""
     # The tenant is checked separately: the tenant name `a operator` would make a valid line, and grant operator rights
     # that were never intended.
-    if not TENANT.fullmatch(tenant):
+    if not TENANT.fullmatch(tenant) and not (operator and tenant == NO_TENANT):
         raise ConfigError(
             f"{tenant!r} is not a valid tenant name: use up to 64 letters, digits, '.', '_' and '-', "
             "the first a letter or digit"

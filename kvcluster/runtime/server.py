@@ -32,13 +32,13 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
-from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, Authenticator
 from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
 from kvcluster.runtime.private_files import locked, replace_file
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
-from kvcluster.wire.methods import Method
+from kvcluster.wire.methods import COORDINATOR, Method
 from kvcluster.wire.versions import CLOCK_KEY, METADATA, OURS, agreed_version, versions_in
 
 log = logging.getLogger(__name__)
@@ -66,6 +66,8 @@ _IN_WORDS = {
     "Probe": "having the shards try one another",
 }
 """What methods for operators do, in the words of those who run the commands."""
+
+_COMMANDS = frozenset(COORDINATOR[name].path for name in COMMANDS)
 
 _REFUSALS = 64
 """Calls that a server refuses within a second with the reason why. Further ones get gRPC's own answer, that there is no
@@ -129,6 +131,8 @@ class _Table(grpc.GenericRpcHandler):
             return None
         try:
             caller = self._authenticator.caller(_token(details.invocation_metadata))
+            if caller.tenant == NO_TENANT and details.method not in _COMMANDS:
+                raise CredentialError(NOT_A_TENANT)
         except CredentialError as error:
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=details.method, why=str(error))
             return self._refuse(Refusal.CREDENTIAL, grpc.StatusCode.UNAUTHENTICATED, str(error))

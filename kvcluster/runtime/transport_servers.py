@@ -19,7 +19,6 @@ from typing import Protocol
 
 from kvcluster.config import ServerConfig
 from kvcluster.config.ports import shard_ports
-from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
@@ -88,16 +87,13 @@ def serve_paths(
     offered: list[Offer] = []
     refused: list[tuple[str, str]] = []
 
-    def tenant_of(token: str | None) -> Tenant:
-        return auth.caller(token).tenant
-
     for spec in BESIDE_GRPC:
         name, why = spec.name, _why_not(spec, auth, config, servers)
         if why is not None:
             refused.append((name, why))
             continue
         try:
-            server = servers[name](host, tenant_of, listen_host, ports)
+            server = servers[name](host, auth.tenant, listen_host, ports)
             server.start()
         except (OSError, KVClusterError) as error:
             log.warning("%s is not served: %s", name, error)

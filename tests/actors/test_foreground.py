@@ -14,10 +14,11 @@ import pytest
 
 from kvcluster.actors import background
 from kvcluster.cli.coordinator_args import read_status
+from kvcluster.cli.doctor import examine
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain
 from kvcluster.errors import KVClusterError
-from kvcluster.runtime.auth import token_line
+from kvcluster.runtime.auth import NO_TENANT, token_line
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
@@ -41,7 +42,7 @@ class Foreground:
         command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--foreground", "--config", str(self.settings)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
-        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", "team-a"))
+        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", "ops"))
 
     def configure(self, shards: int) -> None:
         server = f'[server]\nport = {self.port}\ntoken_file = "{self.tokens}"\n'
@@ -49,8 +50,8 @@ class Foreground:
         self.settings.write_text(text, encoding="utf-8")
 
     def admit(self, *tenants: str) -> None:
-        """Writes the token file: each tenant's token is its name."""
-        lines = [token_line(tenant, tenant, operator=tenant == "team-a") for tenant in tenants]
+        """Writes the token file: each tenant's token is its name, and `ops` is an operator's without a tenant."""
+        lines = [token_line("ops", NO_TENANT, operator=True), *(token_line(tenant, tenant) for tenant in tenants)]
         self.tokens.write_text("\n".join(lines), encoding="utf-8")
 
     def waiting(self) -> list[str]:
@@ -114,6 +115,15 @@ def test_a_changed_number_of_shards_is_followed(foreground: Foreground) -> None:
     assert "the configuration has changed: shards is 1, not 2" in foreground.said()
     foreground.configure(shards=1)
     foreground.wait(lambda shards: len(shards) == 1)
+
+
+def test_an_operator_without_a_tenant_does_not_cost_an_engine_shared_memory(foreground: Foreground) -> None:
+    foreground.wait(lambda shards: len(shards) == 1)
+    address = f"127.0.0.1:{foreground.port}"
+    ours, engines = examine(address, "ops"), examine(address, "team-a")
+    assert ours["healthy"] and ours["coordinator"]["credential"] == "of an operator without a tenant"
+    assert len(ours["cluster"]["processes"]) == 2 and not ours["shards"]
+    assert engines["healthy"] and [shard["chosen"] for shard in engines["shards"]] == ["shm"]
 
 
 def test_the_status_shows_that_a_second_tenant_is_not_admitted(foreground: Foreground) -> None:

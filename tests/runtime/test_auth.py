@@ -16,6 +16,7 @@ from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import (
     DEFAULT_TENANT,
+    NO_TENANT,
     Authenticator,
     Caller,
     authenticator,
@@ -113,6 +114,25 @@ def test_only_a_line_feed_ends_a_line(within: str) -> None:
 def test_one_tenant_may_have_several_tokens() -> None:
     text = f"sha256:{digest('old')} me\nsha256:{digest('new')} me"
     assert list(parse_tokens(text).tenants.values()) == ["me", "me"]
+
+
+def test_an_operator_may_stand_for_no_tenant_and_is_not_counted_among_them() -> None:
+    tokens = parse_tokens("\n".join((token_line("ops", NO_TENANT, operator=True), token_line("mine", "me"))))
+    assert tokens.tenants[digest("ops")] == NO_TENANT and tokens.operators == {digest("ops")}
+    assert tokens.tenant_count == 1
+    known = Authenticator(tokens.tenants, SECRET, tokens.operators)
+    assert known.one_tenant and known.caller("ops") == Caller(NO_TENANT, operator=True)
+    assert known.tenant("mine") == "me"
+    with pytest.raises(CredentialError, match="stands for no tenant"):
+        known.tenant("ops")
+
+
+def test_nobody_else_may_stand_for_no_tenant() -> None:
+    for text in (f"sha256:{DIGEST} -", f"sha256:{DIGEST} - me", f"sha256:{DIGEST} -operator"):
+        with pytest.raises(ConfigError, match="line 1"):
+            parse_tokens(text)
+    with pytest.raises(ConfigError, match="not a valid tenant name"):
+        token_line("mine", NO_TENANT)
 
 
 def test_a_token_never_stands_in_an_error() -> None:

@@ -45,7 +45,7 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.runtime import server
-from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.auth import COMMANDS, NO_TENANT, Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
@@ -168,6 +168,32 @@ def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
             shard.ask(COORDINATOR["GetStatus"], GetStatus(), soon())
     with connected(handlers) as worker, pytest.raises(CredentialError, match="Report"):
         worker.ask(COORDINATOR["Report"], REPORT, soon())
+
+
+def test_an_operator_without_a_tenant_runs_commands_and_reaches_no_page() -> None:
+    auth = Authenticator({digest("ops"): NO_TENANT}, SECRET, frozenset({digest("ops")}))
+    asked: list[str] = []
+
+    def serve(name: str) -> RpcHandler:
+        def call(caller: Caller, data: bytes, context: grpc.ServicerContext) -> bytes:
+            asked.append(name)
+            return b""
+
+        return RpcHandler("unary_unary", call)
+
+    handlers = {method.path: serve(method.path) for table in (COORDINATOR, SHARD) for method in table.values()}
+    with connected(handlers, "ops", auth) as operator:
+        for path in handlers:
+            call = operator._channel.unary_unary(path, identity, identity)
+            metadata = [("authorization", "Bearer ops"), *METADATA]
+            if path in {COORDINATOR[name].path for name in COMMANDS}:
+                assert call(b"", metadata=metadata, timeout=BOUND_S) == b""
+                continue
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", metadata=metadata, timeout=BOUND_S)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert "stands for no tenant" in refused.value.details()
+    assert len(asked) == len(COMMANDS) < len(handlers)
 
 
 def test_what_touches_every_tenant_is_for_operators_alone() -> None:

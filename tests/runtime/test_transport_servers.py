@@ -12,7 +12,7 @@ from kvcluster.core.ids import CLUSTER, ShardId, Tenant
 from kvcluster.core.messages import GetOffers, Offer, ShardAddress
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.replay.core_stepper import build_request
-from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.auth import NO_TENANT, Authenticator, digest
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.transport.auto import OPENERS
@@ -95,7 +95,9 @@ def test_what_there_is_no_server_for_is_told(host: ShardHost) -> None:
     assert paths.offers.refused == tuple((name, "the shard cannot serve it on its platform") for name in ("shm", "tcp"))
 
 
-@pytest.mark.parametrize(("tenants", "offered"), [(("a",), True), (("a", "a"), True), (("a", "b"), False)])
+@pytest.mark.parametrize(
+    ("tenants", "offered"), [(("a",), True), (("a", "a"), True), (("a", "b"), False), (("a", NO_TENANT), True)]
+)
 def test_memory_is_shared_only_where_all_tokens_are_of_one_tenant(
     host: ShardHost, tenants: tuple[str, ...], offered: bool
 ) -> None:
@@ -111,10 +113,11 @@ def test_memory_is_shared_only_where_all_tokens_are_of_one_tenant(
 
 def test_a_path_knows_its_callers_as_grpc_does(host: ShardHost) -> None:
     tcp = Recorded("tcp")
-    auth = Authenticator({digest("good"): Tenant("me")}, "secret")
+    tenants = {digest("good"): Tenant("me"), digest("operator"): NO_TENANT}
+    auth = Authenticator(tenants, "secret", frozenset({digest("operator")}))
     serve_paths(host, auth, ServerConfig(), "here", {"tcp": tcp.serve})
     assert (tcp.tenant_of("good"), tcp.tenant_of("secret")) == (Tenant("me"), CLUSTER)
-    for token in ("bad", "", None):
+    for token in ("bad", "", None, "operator"):
         with pytest.raises(CredentialError):
             tcp.tenant_of(token)
 
