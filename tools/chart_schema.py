@@ -82,6 +82,7 @@ _RULES: dict[str, Schema] = {
     "redis.podDisruptionBudget.unhealthyPodEvictionPolicy": _UNHEALTHY,
     "shards.topologySpreadConstraints": {"type": ["array", "null"], "items": {"type": "object"}},
     "head.restartOnConfigChange": _TRISTATE,
+    "head.blockBytes": SIZE,
     "head.state.size": QUANTITY,
     "redis.address": _HOST_PORT,
     "redis.storage.size": QUANTITY,

@@ -26,6 +26,13 @@
 {{- else if or .join.address .join.tokenSecretName -}}
 {{- fail (printf "join.address and join.tokenSecretName need mode join, not %s" .mode) -}}
 {{- end -}}
+{{- if and (eq .mode "cluster") (dig "limits" "memory" "" (default dict .head.resources)) -}}
+{{- $limit := include "kvcluster.quantity" (dict "value" .head.resources.limits.memory "name" "head.resources.limits.memory") | int64 -}}
+{{- $needs := include "kvcluster.headNeeds" $ | int64 -}}
+{{- if lt $limit $needs -}}
+{{- fail (printf "head.resources.limits.memory is %v, and the index of all blocks that the tiers hold needs %s: raise it, or set head.blockBytes, which is %v, to the size of your blocks" .head.resources.limits.memory (include "kvcluster.mebibytes" $needs) .head.blockBytes) -}}
+{{- end -}}
+{{- end -}}
 {{- if and .monitoring.podMonitor .monitoring.serviceMonitor -}}
 {{- fail "monitoring.podMonitor and monitoring.serviceMonitor exclude one another: every series would be there twice" -}}
 {{- end -}}
