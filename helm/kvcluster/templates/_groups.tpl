@@ -130,7 +130,7 @@ default, so the old one wins. */ -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* The bytes of memory that the head needs: its processes, and 318 for each block of which a page may lie in a tier; below
+{{- /* The bytes of memory that the head needs: its processes, and 400 for each block of which a page may lie in a tier; below
 RAM pages take half of a block or less (docs/kubernetes.md). */ -}}
 {{- define "kvcluster.headNeeds" -}}
 {{- $block := include "kvcluster.bytes" (dict "value" .Values.head.blockBytes "name" "head.blockBytes") | int64 -}}
@@ -141,7 +141,7 @@ RAM pages take half of a block or less (docs/kubernetes.md). */ -}}
 {{- if not (kindIs "invalid" $group.replicas) }}{{ $pods = int64 $group.replicas }}{{ end -}}
 {{- $bytes = add $bytes (mul $pods (add (int64 $group.pools) (mul 2 (int64 $group.disk.bytes) (int64 $group.perPod)))) -}}
 {{- end -}}
-{{- add 805306368 (mul 318 (div $bytes $block)) -}}
+{{- add 805306368 (mul 400 (div $bytes $block)) -}}
 {{- end -}}
 
 {{- /* The largest number of shards in a pod of any group. */ -}}
