@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
         "runs such commands alone, and stands for no tenant",
     )
     token.add_argument(
-        "--to", metavar="FILE", help="write the secret, or the token without its line, to a new file of mode 0600"
+        "--to",
+        metavar="FILE",
+        help="write the secret, or the token without its line, to a new file of mode 0600 (default: print it)",
     )
     token.add_argument("--json", action="store_true", help="print the token and its line as one JSON object")
     token.set_defaults(run=_token)
@@ -57,8 +59,7 @@ def _token(options: argparse.Namespace) -> int:
     line = "" if options.secret else token_line(secret, options.tenant or NO_TENANT, operator=options.operator)
     if options.to:
         _write(options.to, secret)
-        if line:
-            print(json.dumps({"line": line}) if options.json else line)
+        print(json.dumps({"file": options.to, "line": line}) if options.json else line or f"wrote {options.to}")
         return 0
     if options.secret:
         print(json.dumps({"secret": secret}) if options.json else secret)

@@ -74,7 +74,7 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
         ({"shards": {"shard": {"gpu_bytes": "9GiB"}}}, "gpu_bytes needs .*host_bytes"),
         (
             {"shards": {"replicas": 100}, "config": {"shard": {"host_bytes": "8GiB", "disk_bytes": "2TiB"}}},
-            "head.resources.limits.memory is 2Gi, and the index of all blocks .* needs [0-9]+Mi: raise it, or set head.block",
+            "limits.memory is 2Gi, and the index of all blocks .* needs [0-9]+Mi: raise it, or set head.block",
         ),
         ({"head": {"blockBytes": 100}}, "head.blockBytes must be at least 1024"),
         ({"shards": {"stop": {"pages": "save"}}}, "stop.pages is save without .*disk_bytes"),

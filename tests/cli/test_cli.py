@@ -175,7 +175,8 @@ def test_token_writes_a_new_file_that_its_owner_alone_reads_and_the_program_take
     assert [path.stat().st_mode & 0o777 for path in (secret, token)] == [0o600] * 2
     assert len(derived_key(str(secret), ACTORS)) == 64
     printed = capsys.readouterr().out
-    assert parse_tokens(printed).tenants == {digest(token.read_text().strip()): "team-a"}
+    wrote, line = printed.splitlines()
+    assert wrote == f"wrote {secret}" and parse_tokens(line).tenants == {digest(token.read_text().strip()): "team-a"}
     assert secret.read_text().strip() not in printed and token.read_text().strip() not in printed
     kept = secret.read_text()
     assert main(["token", "--secret", "--to", str(secret)]) == 1

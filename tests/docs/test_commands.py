@@ -34,6 +34,7 @@ NOT_RUN = [
     (r"python examples/prefill_decode_proxy.py ", "needs two vLLM servers: tests/vllm/e2e/prefill.py"),
     (r"kvcluster doctor --engine", "needs vLLM: tests/cli/test_engine_doctor.py, tests/vllm/test_examine.py"),
     (r"pip install|python3 -m venv", "downloads packages: .ci/run installs, tests/compat/releases.py builds wheels"),
+    (r"kvcluster token --secret --to", "a second run is refused, as the secret may be in use: tests/cli/test_cli.py"),
     (r"make ", "takes minutes: .ci/run and tools/nightly.py run the targets"),
     (r"\.venv[\w-]*/bin/", "takes minutes, or the other environment: tests/test_nightly.py"),
     (r"python tools/mutants.py ", "takes minutes: tests/test_mutants.py"),

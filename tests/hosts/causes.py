@@ -200,6 +200,15 @@ def a_release_calls_that_is_too_old(world: MeteredCluster) -> Iterator[None]:
     yield
 
 
+@cause("token_file_stale", fires="TokensStale")
+def the_token_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
+    path = world.cluster.folder / "tokens"
+    kept = path.read_text(encoding="utf-8")
+    path.write_text("no line of a token file\n", encoding="utf-8")
+    yield
+    path.write_text(kept, encoding="utf-8")
+
+
 @cause("calls_under_way")
 def a_worker_opens_a_stream_and_says_nothing(world: MeteredCluster) -> Iterator[None]:
     world.worker("silent_stream", world.address_of("one"))
