@@ -21,7 +21,7 @@ from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, ShardId
-from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, Request, ScheduleSeen
+from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, ProcessInfo, Request, ScheduleSeen
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
@@ -60,8 +60,8 @@ class CoordinatorActor:
         set_up_log(config.log, "coordinator")
         server, metrics = config.server, config.metrics
         epoch = next_epoch(cluster, "coordinator")
-        me = {"node": socket.gethostname(), "release": __version__, "config_hash": config_hash(config)}
-        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, **me))
+        process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
+        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process))
         self._auth = auth = authenticator(server, secret, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
@@ -118,9 +118,8 @@ class CoordinatorActor:
     def scheduled(self, waiting: list[str], orphans: list[tuple[str, str]], shards: list[str]) -> None:
         """Takes what the reconciler saw in its last pass, for the status, and adds why the newest token file is not in
         use, if it is not."""
-        stale = self._auth.trouble()
-        if stale:
-            waiting = [f"{stale}. The tokens that it had stay valid", *waiting]
+        if stale := self._auth.trouble():
+            waiting = [stale, *waiting]
         self._host.tell(schedule_of(waiting, orphans, shards))
 
     def draining(self) -> list[str]:

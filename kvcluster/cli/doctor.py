@@ -31,7 +31,6 @@ from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.memory import native
-from kvcluster.runtime.auth import NOT_A_TENANT
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
@@ -162,9 +161,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
             try:
                 with suppress(CallerError):  # the coordinator accepted the version and refused the empty request
                     connection.ask(VersionQuestion(), None, Deadline.after_ms(PATIENCE_MS))
-            except CredentialError as error:
-                if NOT_A_TENANT not in str(error):
-                    raise
+            except CredentialError:  # a credential that is refused may not ask for the status either
                 found["credential"] = _OF_NO_TENANT
             status = read_status(GrpcPort(connection), PATIENCE_MS)
             found["protocol_version"] = connection.version

@@ -116,7 +116,7 @@ class InProcessHosts:
         """Starts an incarnation of the coordinator. Raises as CoordinatorHost."""
         assert self._coordinator is None, "it runs"
         self._coordinator = CoordinatorHost(
-            self._next_epoch(), self.config, on_end=self.coordinator_left, **self._process._asdict()
+            self._next_epoch(), self.config, on_end=self.coordinator_left, process=self._process
         )
         self._coordinator.start()
 

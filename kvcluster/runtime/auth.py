@@ -104,7 +104,12 @@ class TokenFile:
         """Returns why the newest version of the file is not in use, as it could not be used; "" if it is."""
         with suppress(CredentialError):
             self.tokens()
-        return self._why
+        return self._trouble()
+
+    def _trouble(self) -> str:
+        return (
+            f"{self._why}. The tokens that it had stay valid" if self._why and self._tokens is not None else self._why
+        )
 
     def _look(self) -> None:
         """Reads the file if it is another one than at the last look."""
@@ -128,7 +133,7 @@ class TokenFile:
         except ConfigError as error:
             self._why = str(error)
             if self._tokens is not None:
-                log.error("%s. The tokens that it had stay valid", error)
+                log.error("%s", self._trouble())
         else:
             if self._tokens is not None:
                 log.info("the token file %s was read again: %d tokens", self._path, len(tokens.tenants))

@@ -53,11 +53,9 @@ class CoordinatorHost:
         config: Config,
         *,
         on_end: Callable[[Leave], None],
-        node: str = "",
-        release: str = "",
-        config_hash: str = "",
+        process: ProcessInfo | None = None,
     ) -> None:
-        """`node`, `release` and `config_hash` are for the status; "" if unknown."""
+        """`process`: for the status."""
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None
         self._made = time.monotonic_ns()
@@ -69,7 +67,7 @@ class CoordinatorHost:
             now=self._made,
             tombstones=file.take_over() if file is not None else (),
             announces=bool(config.events.endpoint),
-            process=ProcessInfo(node, release, config_hash),
+            process=process,
         )
         if state_dir and (why_not := self.core.admin_handler.apply_policy(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")

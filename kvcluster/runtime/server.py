@@ -121,6 +121,7 @@ class _Table(grpc.GenericRpcHandler):
         self._second = self._refused = 0
         self._threads: dict[Tenant, _Threads] = {}
         self._bound: dict[tuple[str, Caller], _GrpcHandler] = {}
+        metrics.watch_tokens(authenticator.trouble)
         metrics.watch(lambda: sum(threads.calls for threads in list(self._threads.values())))
 
     def service(self, details: grpc.HandlerCallDetails) -> _GrpcHandler | None:
@@ -221,9 +222,7 @@ class GrpcServer:
         *,
         setting: str = "server.port",
     ) -> None:
-        metrics = metrics or CallMetrics(())
-        metrics.watch_tokens(authenticator.trouble)
-        self._table = _Table(handlers, authenticator, threads, metrics)
+        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()))
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
         options = server_options(message_bytes)
         self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)

@@ -118,10 +118,11 @@ ASKING_SHARE = 4
 
 
 class Failover:
-    """What one load asks the coordinator for, and how it uses the answers. `deadline_ns`: nothing is asked after it."""
+    """What one load asks the coordinator for, and how it uses the answers. `parts`: what it wants of each group.
+    `deadline_ns`: nothing is asked after it."""
 
-    def __init__(self, replicas: Replicas, progress: LoadProgress, deadline_ns: int) -> None:
-        self._replicas = replicas
+    def __init__(self, progress: LoadProgress, parts: Sequence[Part | None], deadline_ns: int) -> None:
+        self._replicas = Replicas(progress.body.hashes, parts, progress.body.need.accept)
         self._progress = progress
         self._deadline_ns = deadline_ns
         self._numbers = itertools.count(1)

@@ -27,7 +27,7 @@ from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.tiers import INGEST
-from kvcluster.transfers.failover import Alternatives, Failover, OpenQuestions, Replicas
+from kvcluster.transfers.failover import Alternatives, Failover, OpenQuestions
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.pieces import Piece, PieceList, sizes, split_among_exchanges
 from kvcluster.transfers.plan_messages import (
@@ -95,8 +95,7 @@ class LoadPlan:
             for group in run.plan
             for source in group or ()
         )
-        replicas = Replicas(progress.body.hashes, parts, progress.body.need.accept)
-        self._failover = Failover(replicas, progress, deadline_ns)
+        self._failover = Failover(progress, parts, deadline_ns)
         self._began_ns = 0
         self._patience_ns = 0
         self._numbers = itertools.count(1)

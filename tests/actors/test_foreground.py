@@ -104,9 +104,12 @@ def test_a_drained_shard_is_replaced(foreground: Foreground) -> None:
 
 def test_decisions_of_its_processes_are_on_its_standard_output(foreground: Foreground) -> None:
     foreground.wait(lambda shards: len(shards) == 1)
-    logged = [json.loads(line) for line in foreground.said().splitlines() if line.startswith("{")]
-    assert {line["process"].partition("-")[0] for line in logged} == {"coordinator", "shard"}
-    assert {"drain_begun"} <= {line.get("event") for line in logged}
+
+    def logged() -> list[dict[str, object]]:
+        return [json.loads(line) for line in foreground.said().splitlines() if line.startswith("{")]
+
+    eventually(lambda: {str(line["process"]).partition("-")[0] for line in logged()} == {"coordinator", "shard"})
+    eventually(lambda: {"drain_begun"} <= {line.get("event") for line in logged()})
 
 
 def test_a_changed_number_of_shards_is_followed(foreground: Foreground) -> None:

@@ -59,6 +59,15 @@ def known(function: Any, **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in names}
 
 
+def about_process(host: Any, **about: str) -> dict[str, Any]:
+    """Returns the arguments by which this release's host takes what its process is."""
+    if "process" not in inspect.signature(host).parameters:  # an older release
+        return known(host, **about)
+    from kvcluster.core.messages import ProcessInfo
+
+    return {"process": ProcessInfo(**about)}
+
+
 def refusals(calls: Any, host: Any = None) -> dict[str, int]:
     """Returns the refused calls by reason, and with them the refused connections of a host that counts them."""
     samples = [*calls.samples(), *(host.samples() if hasattr(host, "samples") else ())]
@@ -90,7 +99,7 @@ def coordinator(shards: str) -> None:
     from kvcluster.wire.methods import COORDINATOR
 
     config = settings(int(shards))
-    about = known(CoordinatorHost, node="node-c", release=kvcluster.__version__, config_hash="c0ffee")
+    about = about_process(CoordinatorHost, node="node-c", release=kvcluster.__version__, config_hash="c0ffee")
     host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=lambda leave: None, **about)
     calls = CallMetrics(COORDINATOR)
     reports = frozenset({"Report", "Inventory"})
@@ -146,15 +155,12 @@ def shard(name: str, reports_to: str) -> None:
     from kvcluster.core.messages import ShardAddress
 
     me = ShardAddress(ShardId(name), Epoch(time.time_ns()), server.address, socket.gethostname())
-    about = {"node": "node-s", "release": kvcluster.__version__, "config_hash": "5bad"}
-    rest: dict[str, Any] = {"tell": tell, "open_source": lambda source: choose(source, SECRET, attempts)}
+    about = about_process(ShardHost, node="node-s", release=kvcluster.__version__, config_hash="5bad")
+    rest: dict[str, Any] = about | {"tell": tell, "open_source": lambda source: choose(source, SECRET, attempts)}
     rest["on_end"] = lambda leave: None
     if "me" in inspect.signature(ShardHost).parameters:
-        from kvcluster.core.messages import ProcessInfo
-
-        host = ShardHost(me, config, process=ProcessInfo(**about), **rest)
+        host = ShardHost(me, config, **rest)
     else:  # an older release
-        rest |= known(ShardHost, **about)
         host = ShardHost(me.shard, me.epoch, config, address=me.address, host=me.host, **rest)
     handlers.update(unary_handlers(SHARD, host.ask, shared=frozenset({"GetOffers", "Suspect"}), metrics=calls))
     handlers.update(page_handlers(host))

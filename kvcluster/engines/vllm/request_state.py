@@ -24,7 +24,7 @@ from kvcluster.transfers.long_chains import Prompt
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """`chain` are hashes of the request's leading blocks; the first `told` of them have been sent to the workers.
+    """`chain` are hashes of the request's leading blocks; the first `sent` of them have been sent to the workers.
     `table` holds the engine's block numbers, one list per group, as the engine reported them; an entry that a sliding
     window has left behind may belong to another request by now. Blocks before `stored` are in the cluster or being
     stored. `orders` are stores whose source is still read. A request that is `private` stores nothing more. `engine`
@@ -36,7 +36,7 @@ class RequestState:
     block_tokens: int
     engine: bytes
     chain: list[BlockHash] = field(default_factory=list)
-    told: int = 0
+    sent: int = 0
     table: list[list[int]] = field(default_factory=list)
     stored: int = 0
     loss: Loss = Loss.EXACT

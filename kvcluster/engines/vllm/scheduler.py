@@ -233,8 +233,8 @@ class SchedulerSide:
                 continue
             store = self._planner.plan(request, one)
             if store is not None:
-                chains.append((one.request, request.told, tuple(request.chain[request.told :])))
-                request.told = len(request.chain)
+                chains.append((one.request, request.sent, tuple(request.chain[request.sent :])))
+                request.sent = len(request.chain)
                 stores.append(store)
             if request.hands_over(one):
                 handed_over.append(one.request)
