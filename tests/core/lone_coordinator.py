@@ -130,9 +130,19 @@ class Voice:
         return ShardAddress(self.info.shard, self.info.epoch, self.info.address, self.info.host)
 
     def join(self, *pages: StreamEvent) -> None:
-        """Learns the coordinator's epoch and tells all that it holds."""
+        """Learns the coordinator's epoch, tells all that it holds, and reports once more, as a member does."""
         self.coordinator = self.report().epoch
         assert not self.inventory(*pages).inventory
+        self.confirm()
+
+    def confirm(self) -> Heard:
+        """The report after an inventory. It says that nothing is full, so that nothing is ordered."""
+        told = self.info
+        empty = tuple(use._replace(free_bytes=use.capacity_bytes) for use in told.others)
+        self.info = replace(told, free_bytes=told.capacity_bytes, others=empty)
+        heard = self.report()
+        self.info = replace(told, draining=self.info.draining)
+        return heard
 
     def report(
         self,

@@ -257,6 +257,23 @@ def test_status_tells_what_there_is() -> None:
     assert coordinator.counter("lost_shards") == 1
 
 
+def test_a_shard_that_was_told_to_stop_is_shown_as_lost_and_not_counted_as_one_that_was_lost() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A]))
+    stopping, silent = coordinator.voice("stopping"), coordinator.voice("silent")
+    for each in (stopping, silent):
+        each.join()
+    stopping.info = replace(stopping.info, stopping=True)
+    stopping.report()
+    beat(coordinator, voice, until=coordinator.now + 11 * SECOND)
+    coordinator.later(0)
+    assert {shard.info.shard: shard.state for shard in coordinator.status().shards} == {
+        "a": "up",
+        "stopping": "lost",
+        "silent": "lost",
+    }
+    assert coordinator.counter("lost_shards") == 1
+
+
 def test_status_tells_how_often_each_shard_has_restarted_and_when() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
     seen: list[tuple[int, int]] = []

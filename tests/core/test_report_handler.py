@@ -178,7 +178,20 @@ def test_a_lost_shard_that_reports_again_sends_a_new_inventory() -> None:
     assert voice.report().inventory
     assert not voice.inventory(*pages([A, B])).inventory
     assert coordinator.load(attempt(1), [A, B]).blocks == 2
+
+
+def test_nothing_is_written_to_a_shard_before_it_knows_that_it_is_a_member() -> None:
+    coordinator = LoneCoordinator(expected=1)
+    voice = coordinator.voice("a")
+    coordinator.ask(Attached, ours(Attach(SPEC)))
+    voice.coordinator = voice.report().epoch
+    assert not voice.inventory(*pages([A])).inventory, "the answer is still on its way"
+    assert coordinator.load(attempt(1), [A]).blocks == 1
+    assert [shard.state for shard in coordinator.status().shards] == ["joining"]
+    assert coordinator.store(attempt(2), [B])[0].miss == Miss(MissReason.SHARD_LOST, "no shard is up")
+    voice.report()
     assert [shard.state for shard in coordinator.status().shards] == ["up"]
+    assert coordinator.store(attempt(3), [B])[0].decision is Decision.WRITE
 
 
 def test_a_newer_incarnation_replaces_the_older_which_is_told_to_leave() -> None:

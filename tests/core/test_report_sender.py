@@ -148,6 +148,8 @@ def test_the_first_word_is_an_inventory() -> None:
     shard.answer()
     assert (inventory(shard).coordinator, inventory(shard).last) == (Epoch(100), True), "now it knows its coordinator"
     shard.answer()
+    assert report(shard).events == (), "it says that it has the answer"
+    shard.answer()
     assert shard.sent is None
 
 

@@ -66,7 +66,8 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         self._give_up = give_up
         new = (block for block in hashes[first - start :] if content.private_holder(block) is None)
         tokens = tuple(token for block in new for token in content.origin(model, block)[1])
-        self._terms = StoreTerms(model.spec, hashes, first, parts, loss, tokens, worker.attempt(), wait_ns, start)
+        host = f"node-{worker.node}"
+        self._terms = StoreTerms(model.spec, hashes, first, parts, loss, tokens, worker.attempt(), wait_ns, start, host)
         self._holds = holds
         plan = StorePlan(
             self._terms,
@@ -123,7 +124,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         if attached is None:
             self._deliver(NotGranted(_late("no answer"), asked=False))
             return
-        prepare = prepare_store(terms, attached, f"node-{worker.node}")
+        prepare = prepare_store(terms, attached)
         grant = yield from worker.question(model, prepare, self._give_up)
         if isinstance(grant, StoreGrant):
             self._deliver(StoreGranted(model.space, grant))

@@ -230,7 +230,7 @@ class Coordinator:
         state = self.state
         effects: list[Effect] = []
         for member in state.members.drop_silent(now):
-            state.counters["lost_shards"] += 1
+            state.counters["lost_shards"] += not member.info.stopping  # such as one of a pod that is replaced
             self._report_handler.forget(member)
             silent_s = (now - member.seen_at) / 1e9
             effects.append(Warn(f"{member.info.shard} has not reported for {silent_s:.1f} s: it is lost", "shard_lost"))

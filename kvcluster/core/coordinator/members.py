@@ -1,7 +1,8 @@
 """The shards that a coordinator knows, each in its present incarnation.
 
-A member is *joining* until its inventory is complete: the blocks that it has reported so far may be loaded, but nothing
-new is placed on it. It is *up* until the coordinator has received nothing from it for the membership term; then it is
+A member is *joining* until its inventory is complete and it has reported once more: the blocks that it has reported so
+far may be loaded, but nothing new is placed on it. That report shows that the shard knows of its membership; before, it
+refuses all writes. It is *up* until the coordinator has received nothing from it for the membership term; then it is
 *lost*, and its slot is killed (replica_sets.py). One that is *draining* is up, but nothing new is placed on it; once it
 has been dismissed, every further message of that incarnation is answered with `leave`. So is a report of an older
 incarnation. One that is *stopping* saves its pages and ends soon: nothing new is placed on it, and it gets no orders.
@@ -35,7 +36,7 @@ class Member:
     """One shard incarnation."""
 
     __slots__ = (
-        *("address", "cold", "cursor", "drain_until", "full", "info", "orders"),
+        *("address", "cold", "confirmed", "cursor", "drain_until", "full", "info", "orders"),
         *("purged", "seen_at", "slot", "stored"),
     )
 
@@ -46,6 +47,7 @@ class Member:
         self.slot = slot
         self.address = address
         self.cursor = ReportCursor()
+        self.confirmed = False  # the shard has reported since it sent its inventory
         self.orders = orders
         self.cold: dict[Tier, EvictionQueue[BlockRecord]] = {tier: queue(slot, tier) for tier in Tier}
         self.stored: dict[Tier, StoredBytes] = {tier: StoredBytes() for tier in Tier}
@@ -59,8 +61,13 @@ class Member:
         return self.drain_until is not None
 
     @property
+    def joined(self) -> bool:
+        """Whether its inventory is complete, and the shard knows that it is a member."""
+        return self.cursor.current and self.confirmed
+
+    @property
     def state(self) -> str:
-        if not self.cursor.current:
+        if not self.joined:
             return "joining"
         if self.info.stopping:
             return "stopping"
@@ -77,7 +84,7 @@ class Member:
 
     @property
     def _is_open(self) -> bool:
-        return self.cursor.current and not self.draining and not self.info.stopping
+        return self.joined and not self.draining and not self.info.stopping
 
 
 class Membership:

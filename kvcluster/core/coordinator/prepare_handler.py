@@ -262,7 +262,7 @@ class PrepareHandler:
             return OFF
         if self._state.rebuilding:
             return _REBUILDING
-        if not any(member.cursor.current for member in self._state.members.all()):
+        if not any(member.joined for member in self._state.members.all()):
             return Miss(MissReason.SHARD_LOST, "no shard is up")
         if self._state.tickets.full((tenant, m.attempt.holder), len(m.hashes) * len(m.parts)):
             return Miss(MissReason.FULL, "the limit of held tickets is reached; end some")

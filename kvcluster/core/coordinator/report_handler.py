@@ -126,6 +126,7 @@ class ReportHandler:
         fresh = member.cursor.news(m.first, m.events)
         if fresh is None:
             return [Answer(request.call, self._ack(member, now, inventory=True))]
+        member.confirmed = True
         for event in fresh:
             self._apply(event, member, now)
         self._state.probes.take(member.info.shard, m.findings)

@@ -110,6 +110,8 @@ class ReportSender:
                 self._wait(now)
         else:
             self._stream.answered(piece, ack.acked)
+            if piece.last:  # the next report tells the coordinator that this shard knows of its membership
+                self._report_wanted = True
         return True
 
     def failed(self, now: int) -> None:

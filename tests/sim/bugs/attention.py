@@ -73,7 +73,7 @@ def more_loss_than_here(original: Any, self: RemoteSpans, cut: Any) -> Any:
     return original(self, cut._replace(held=False))
 
 
-@planted(RemoteSpans, "named")
+@planted(RemoteSpans, "named", first=1_000)
 def span_keeps_its_loss(original: Any, self: RemoteSpans, shard: Any, cut: Any) -> Any:
     """A span is known by its blocks alone, so that the loss that it was registered with is accepted later, too."""
     first = _FIRST_ACCEPTED.setdefault((self, shard, cut.last.name, cut.cut), cut)

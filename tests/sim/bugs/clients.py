@@ -85,7 +85,7 @@ def full_counts_as_stored(original: Any, self: StoreProgress, of_block: Any, out
     original(self, of_block, [Written.DUPLICATE if each is Written.FULL else each for each in outcome], nbytes)
 
 
-@planted(ShardHealth, "gave_up")
+@planted(ShardHealth, "gave_up", first=500)
 def probe_forgotten(original: Any, self: ShardHealth, permit: Any) -> None:
     """A cancelled exchange that was the breaker's probe does not return its permit, so that no other may probe."""
 

@@ -221,7 +221,7 @@ def private_copy_given_back(original: Any, self: PagePool, copy: Any, sums: byte
     self._free(copy)
 
 
-@planted(ShardState, "takes_writes")
+@planted(ShardState, "takes_writes", first=500)
 def stores_while_stopping(original: Any, self: ShardState, now: int) -> bool:
     """A shard that saves its pages because it is to stop accepts new stores."""
     return self.member(now) and not self.draining
