@@ -4,7 +4,7 @@ This is data and imports nothing: the configuration takes its names from here, a
 string and loaded when it is first used. Control messages use gRPC, so gRPC is always available; it comes last.
 
 To add a transport: a row here, and a module with `open_path(offer, token)` for workers (transport/path_selector.py,
-Opener) and `serve(host, tenant_of, listen_host, ports)` for shards (runtime/transport_servers.py, Serve).
+Opener) and `serve(host, tenant_of, at)` for shards (runtime/transport_servers.py, Serve).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SPECS = (
         "kvcluster.transport.shm_pages",
         "it is for workers on the shard's own host, where all tokens are of one tenant and server.transports names it; "
         "the shard's log says if it could not be served",
-        "run the worker as the user of the shard, and in its network namespace (in Kubernetes: the same pod, or "
-        "hostNetwork for both)",
+        "run the worker as the user of the shard, and in its network namespace (in Kubernetes: the same pod); or give "
+        "both a socket directory (server.socket_dir, and KVCLUSTER_SOCKET_DIR for the worker)",
         same_host=True,
         isolates_tenants=False,
     ),

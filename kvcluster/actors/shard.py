@@ -49,7 +49,7 @@ from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.listener import first_free
-from kvcluster.transport.process_location import here
+from kvcluster.transport.process_location import locate_server
 from kvcluster.transport.rpc import ClockDifference, Connection, RpcHandler
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import COORDINATOR, SHARD
@@ -82,12 +82,15 @@ class ShardActor:
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, self._secret, restarted=patient)
         self._metrics: MetricsServer | None = None
-        self._probe = PeerProbe(lambda: self._facts(config), lambda: self._coordinator.clock, self._secret, here())
+        self._location = locate_server(config.server.socket_dir)
+        self._probe = PeerProbe(
+            lambda: self._facts(config), lambda: self._coordinator.clock, self._secret, self._location
+        )
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         self._server = wait(lambda: _served(config.server, handlers, auth, calls))
         self._host = ShardHost(
-            ShardAddress(ShardId(shard), next_epoch(cluster, shard), self._server.address, here()),
+            ShardAddress(ShardId(shard), next_epoch(cluster, shard), self._server.address, self._location.host),
             config,
             process=ProcessInfo(socket.gethostname(), __version__, config_hash(published)),
             tell=self._coordinator.report,
@@ -132,7 +135,7 @@ class ShardActor:
         self._garbage.close()
 
     def _open_source(self, shard: ShardAddress) -> Transport:
-        return choose(shard, self._secret, self._next_attempt, takes=self._takes)
+        return choose(shard, self._secret, self._next_attempt, self._location, takes=self._takes)
 
     def _facts(self, config: Config) -> ProcessFacts:
         """Returns what this process reports about itself in probes."""

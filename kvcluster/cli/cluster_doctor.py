@@ -14,7 +14,7 @@ from kvcluster.config import size_text
 from kvcluster.config.ports import parse_ports
 from kvcluster.core.doctor_probes import RUN_NS, SINCE_VERSION
 from kvcluster.core.messages import Findings, Probe, Probed, ProcessFacts
-from kvcluster.core.placement import may_share_memory, name_of
+from kvcluster.core.placement import name_of, same_namespace
 from kvcluster.errors import ConfigError
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline
@@ -210,7 +210,7 @@ def _memory(living: Sequence[Mapping[str, Any]], found: Mapping[Any, Findings]) 
     machines: list[list[Mapping[str, Any]]] = []
     for shard in living:
         if shard["shard"] in found:
-            there = next((m for m in machines if may_share_memory(m[0]["host"], shard["host"])), None)
+            there = next((m for m in machines if same_namespace(m[0]["host"], shard["host"])), None)
             machines.append([shard]) if there is None else there.append(shard)
     problems = []
     for shards in machines:

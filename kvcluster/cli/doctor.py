@@ -35,8 +35,8 @@ from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.path_selector import Opener, not_offered, not_taken, offer_of, said, try_path
-from kvcluster.transport.process_location import here as this_place
+from kvcluster.transport.path_selector import Opener, not_offered, not_taken, opened, said, try_path
+from kvcluster.transport.process_location import ProcessLocation, locate
 from kvcluster.transport.rpc import Connection
 from kvcluster.transports import BESIDE_GRPC, BY_NAME
 from kvcluster.wire.methods import VersionQuestion
@@ -116,17 +116,18 @@ def _print_ports(config: Config, *, as_json: bool) -> None:
 
 
 def examine(
-    address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, here: str | None = None
+    address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, location: ProcessLocation | None = None
 ) -> dict[str, Any]:
     """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here;
     `cluster` has what its processes report about themselves and one another (cluster_doctor.judged)."""
-    here = this_place() if here is None else here
+    location = location or locate()
     coordinator, status = _examine_coordinator(address, token)
     tried = () if coordinator["credential"] == _OF_NO_TENANT else status.get("shards", ())
-    shards = [_examine_shard(shard, token, openers, here) for shard in tried]
+    shards = [_examine_shard(shard, token, openers, location) for shard in tried]
     found = {
         "address": address,
-        "here": here,
+        "here": location.host,
+        "socket_dir": location.socket_dir,
         "kernels": native.name(),
         "coordinator": coordinator,
         "shards": shards,
@@ -230,7 +231,7 @@ def _examine_cluster(
 
 
 def _examine_shard(
-    shard: Mapping[str, Any], token: str | None, openers: Mapping[str, Opener], here: str
+    shard: Mapping[str, Any], token: str | None, openers: Mapping[str, Opener], location: ProcessLocation
 ) -> dict[str, Any]:
     found = {name: shard[name] for name in ("shard", "epoch", "address", "host", "state")}
     tried: list[dict[str, Any]] = []
@@ -238,7 +239,7 @@ def _examine_shard(
     if why is None:
         try:
             with closing(GrpcPages(shard["address"], token)) as control:
-                tried = _examine_paths(shard, control, token, openers, here)
+                tried = _examine_paths(shard, control, token, openers, location)
         except ConfigError as error:
             why = said(error)
     works = [path["transport"] for path in tried if path["works"]]
@@ -246,7 +247,11 @@ def _examine_shard(
 
 
 def _examine_paths(
-    shard: Mapping[str, Any], control: GrpcPages, token: str | None, openers: Mapping[str, Opener], here: str
+    shard: Mapping[str, Any],
+    control: GrpcPages,
+    token: str | None,
+    openers: Mapping[str, Opener],
+    location: ProcessLocation,
 ) -> list[dict[str, Any]]:
     """Returns for every transport, in order of preference, whether it works from here."""
     epoch, next_attempt = Epoch(shard["epoch"]), own_attempts()
@@ -262,22 +267,21 @@ def _examine_paths(
     for name in (spec.name for spec in BESIDE_GRPC):
         why = not_taken(name, TRANSPORTS, openers)
         if why is None:
-            why = silence if offers is None else not_offered(name, offers, shard["host"], here)
+            why = silence if offers is None else not_offered(name, offers, shard["host"], location)
         if why is None and offers is not None:
-            offer = offer_of(name, offers)
-            found.append(_tried(name, partial(openers[name], offer, token), epoch, next_attempt))
+            found.append(_tried(name, partial(opened, name, offers, location, token, openers), epoch, next_attempt))
         else:
             found.append(_untried(name, why, BY_NAME[name].offered_where))
     return [*found, grpc]
 
 
 def _tried(
-    name: str, opened: Callable[[], DataPath], epoch: Epoch, next_attempt: Callable[[], Attempt]
+    name: str, open_path: Callable[[], DataPath], epoch: Epoch, next_attempt: Callable[[], Attempt]
 ) -> dict[str, Any]:
     """Opens a connection and times a few round trips through the whole path."""
     took_ms: list[float] = []
     try:
-        with closing(opened()) as path:
+        with closing(open_path()) as path:
             for _ in range(1 + _TRIPS):
                 began = time.monotonic_ns()
                 try_path(path, epoch, next_attempt(), Deadline.after_ms(PATIENCE_MS))

@@ -19,7 +19,7 @@ from kvcluster.cli import confirmation
 from kvcluster.cli.coordinator_args import ANSWER_MS, address_of, coordinator, read_status
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain
-from kvcluster.core.placement import may_share_memory
+from kvcluster.core.placement import same_namespace
 from kvcluster.errors import Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
@@ -48,7 +48,7 @@ class DrainStep(NamedTuple):
 
 def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> DrainStep:
     """Returns what follows on the machine `place` from this status. `asked`: the shards that were asked to drain."""
-    left = [s for s in status["shards"] if s["state"] != "lost" and may_share_memory(s["host"], place)]
+    left = [s for s in status["shards"] if s["state"] != "lost" and same_namespace(s["host"], place)]
     if left:
         holding = ", ".join(f"{shard['shard']} with {confirmation.pages_of(shard):,} page(s)" for shard in left)
         return DrainStep(tuple(s["shard"] for s in left if s["state"] in ("up", "joining")), f"left here: {holding}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -19,7 +20,10 @@ from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.listener import check_is_ours
+from kvcluster.transport.process_location import locate
 from kvcluster.transport.rpc import Connection
+
+log = logging.getLogger(__name__)
 
 _FIRST_MS = 500
 """How long the first attempt takes at most; after it, the client checks what listens there."""
@@ -73,10 +77,12 @@ def connect(
 
 def _opener(token: str | None, config: ClientConfig) -> OpenTransport:
     """Returns a function that opens transports to shards of other processes."""
-    next_attempt = own_attempts()
+    next_attempt, location = own_attempts(), locate(config.socket_dir)
+    if location.why_not:
+        log.warning("pages of shards on this node do not come by shared memory: %s", location.why_not)
 
     def open_transport(shard: ShardAddress) -> Transport:
-        return choose(shard, token, next_attempt, takes=config.transports)
+        return choose(shard, token, next_attempt, location, takes=config.transports)
 
     return open_transport
 

@@ -15,8 +15,9 @@ A process states where it runs in a text, the *host*, from which others derive t
 give.
 
 *Same node*: both run on one machine, so that bytes between them cross no network. *May share memory*: one can connect
-to the other's local socket, over which memory is handed, which needs the same network namespace as well; two containers
-of one machine are on the same node and may not. The text is `NAME@MACHINE/NAMESPACE`; the name is for people.
+to the other's local socket, over which memory is handed: they are in one network namespace of that machine, or both
+name the same directory of sockets there. Two containers of one machine are on the same node, and need such a directory.
+The text is `NAME@MACHINE/NAMESPACE` or `NAME@MACHINE/NAMESPACE/DIRECTORY`; the name is for people.
 """
 
 from __future__ import annotations
@@ -44,12 +45,24 @@ def same_node(one: str, other: str) -> bool:
     return bool(one) and _alike(one, other, lambda host: _place(host).partition("/")[0])
 
 
+def same_namespace(one: str, other: str) -> bool:
+    """Whether both texts are of processes in one network namespace: of one machine, or of one pod."""
+    return bool(one) and _alike(one, other, lambda host: _place(host).split("/")[:2])
+
+
 def may_share_memory(one: str, other: str) -> bool:
     """Whether both texts are of processes that can hand one another memory."""
-    return bool(one) and _alike(one, other, _place)
+    directory = socket_directory(one)
+    same_directory = bool(directory) and directory == socket_directory(other) and same_node(one, other)
+    return same_namespace(one, other) or same_directory
 
 
-def _alike(one: str, other: str, of: Callable[[str], str]) -> bool:
+def socket_directory(host: str) -> str:
+    """Returns what identifies the directory of sockets in a text, "" if it names none."""
+    return "".join(_place(host).split("/")[2:])
+
+
+def _alike(one: str, other: str, of: Callable[[str], object]) -> bool:
     """Whether both texts have the same part; the same name, if one is of a release that stated its name alone."""
     if "@" in one and "@" in other:
         return of(one) == of(other)
@@ -57,7 +70,7 @@ def _alike(one: str, other: str, of: Callable[[str], str]) -> bool:
 
 
 def _place(host: str) -> str:
-    """Returns machine and namespace."""
+    """Returns machine, namespace and, if there is one, directory."""
     return host.partition("@")[2]
 
 

@@ -13,13 +13,14 @@ from contextlib import closing
 from functools import partial
 
 from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import Findings, Link, Offers, ProbeOrder, ProcessFacts, ShardAddress
+from kvcluster.core.messages import Findings, Link, ProbeOrder, ProcessFacts, ShardAddress
 from kvcluster.core.miss import MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
-from kvcluster.transport.path_selector import not_offered, offer_of, said, try_path
+from kvcluster.transport.path_selector import not_offered, opened, said, try_path
+from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.rpc import ClockDifference
 
 PATIENCE_MS = 2_000
@@ -42,9 +43,13 @@ class PeerProbe:
     from the coordinator's, None if it is not known. `token`: the credential that the cluster keeps for itself."""
 
     def __init__(
-        self, facts: Callable[[], ProcessFacts], clock: Callable[[], ClockDifference | None], token: str, here: str
+        self,
+        facts: Callable[[], ProcessFacts],
+        clock: Callable[[], ClockDifference | None],
+        token: str,
+        location: ProcessLocation,
     ) -> None:
-        self._facts, self._clock, self._token, self._here = facts, clock, token, here
+        self._facts, self._clock, self._token, self._location = facts, clock, token, location
         self._next_attempt = own_attempts()
         self._closing = False
 
@@ -93,12 +98,12 @@ class PeerProbe:
         except (KVClusterError, RefusedByShard) as error:
             yield _failed(peer, _TCP, f"it does not tell its transports: {said(error)}")
             return
-        if _TCP in OPENERS and not_offered(_TCP, offers, peer.host, self._here) is None:
-            yield self._timed(peer, _TCP, partial(_open_tcp, offers, self._token))
+        if _TCP in OPENERS and not_offered(_TCP, offers, peer.host, self._location) is None:
+            yield self._timed(peer, _TCP, partial(opened, _TCP, offers, self._location, self._token, OPENERS))
 
-    def _timed(self, peer: ShardAddress, transport: str, opened: Callable[[], DataPath]) -> Link:
+    def _timed(self, peer: ShardAddress, transport: str, open_path: Callable[[], DataPath]) -> Link:
         try:
-            with closing(opened()) as path:
+            with closing(open_path()) as path:
                 trips = [_trip(path, peer, self._next_attempt()) for _ in range(1 + _TRIPS)]
         except KVClusterError as error:
             late = isinstance(error, Unavailable) and error.miss.reason is MissReason.DEADLINE
@@ -110,10 +115,6 @@ def _trip(path: DataPath, peer: ShardAddress, attempt: Attempt) -> int:
     began = time.monotonic_ns()
     try_path(path, peer.epoch, attempt, Deadline.after_ms(PATIENCE_MS))
     return time.monotonic_ns() - began
-
-
-def _open_tcp(offers: Offers, token: str) -> DataPath:
-    return OPENERS[_TCP](offer_of(_TCP, offers), token)
 
 
 def _failed(peer: ShardAddress, transport: str, why: str) -> Link:

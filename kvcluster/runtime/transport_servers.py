@@ -23,7 +23,7 @@ from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.listener import TenantOf
+from kvcluster.transport.listener import ListenAt, TenantOf
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class PathServer(Protocol):
     def close(self) -> None: ...
 
 
-Serve = Callable[[ShardHost, TenantOf, str, range], PathServer]
-"""Starts a server from a shard, its credentials, the address to listen at and the range of ports, of which it takes the
-first free one. Raises OSError or KVClusterError if the path cannot be served."""
+Serve = Callable[[ShardHost, TenantOf, ListenAt], PathServer]
+"""Starts a server from a shard, its credentials, and where it may listen. Raises OSError or KVClusterError if the path
+cannot be served."""
 
 
-def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, listen_host: str, ports: range) -> PathServer:
+def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, at: ListenAt) -> PathServer:
     serve: Serve = resolve_name(f"{spec.module}:serve")
-    return serve(host, tenant_of, listen_host, ports)
+    return serve(host, tenant_of, at)
 
 
 SERVERS: Mapping[str, Serve] = {spec.name: partial(_serve, spec) for spec in BESIDE_GRPC}
@@ -82,7 +82,7 @@ def serve_paths(
     servers: Mapping[str, Serve] = SERVERS,
 ) -> PathServers:
     """Starts every server that can be served for this shard."""
-    ports = shard_ports(config)
+    at = ListenAt(listen_host, shard_ports(config), config.socket_dir)
     started: list[PathServer] = []
     offered: list[Offer] = []
     refused: list[tuple[str, str]] = []
@@ -93,7 +93,7 @@ def serve_paths(
             refused.append((name, why))
             continue
         try:
-            server = servers[name](host, auth.tenant, listen_host, ports)
+            server = servers[name](host, auth.tenant, at)
             server.start()
         except (OSError, KVClusterError) as error:
             log.warning("%s is not served: %s", name, error)

@@ -83,22 +83,24 @@ class Breaker:
             if self.state is BreakerState.PROBING:
                 self._become(BreakerState.CLOSED)
 
-    def failed(self, number: PermitNumber, why: Miss, now: int, *, waited_ns: int = LEAST_WAIT_NS) -> None:
-        """Records that the shard did not answer; `waited_ns`: how long its answer was waited for, if the call failed
-        only because its time was up."""
+    def failed(self, number: PermitNumber, why: Miss, now: int, *, waited_ns: int = LEAST_WAIT_NS) -> bool:
+        """Records that the shard did not answer, and returns whether this opens the breaker; `waited_ns`: how long its
+        answer was waited for, if the call failed only because its time was up."""
         if number != self._permit:
-            return
+            return False
         self._waited_ns += waited_ns
         if self._waited_ns < LEAST_WAIT_NS:
             self.gave_up(number)
-            return
+            return False
         assert self.state is not BreakerState.OPEN, "no permit is valid while it is open"
         self.failures += 1
         self._why = why
-        if self.state is BreakerState.PROBING or self.failures >= self._allowed:
-            self._become(BreakerState.OPEN)
-            self._until = now + self._open_ns
-            self._open_ns = min(2 * self._open_ns, self._longest_ns)
+        if self.state is not BreakerState.PROBING and self.failures < self._allowed:
+            return False
+        self._become(BreakerState.OPEN)
+        self._until = now + self._open_ns
+        self._open_ns = min(2 * self._open_ns, self._longest_ns)
+        return True
 
     def gave_up(self, number: PermitNumber) -> None:
         """Records that the user cancelled the exchange, which shows nothing about the shard. If it was the probe, the

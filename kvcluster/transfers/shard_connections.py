@@ -237,6 +237,11 @@ class ShardConnections:
         with self._lock:
             return self._health.status(self._clock())
 
+    def openings(self) -> int:
+        """Returns how often a breaker has opened so far, failed probes included."""
+        with self._lock:
+            return self._health.openings
+
     def close(self) -> None:
         """Ends exchanges that are under way. May be called from any thread, and again."""
         with self._lock:

@@ -59,6 +59,7 @@ class ShardHealth:
         self._failures = breaker_failures
         self._open_ns = breaker_ms * 1_000_000
         self._breakers: dict[str, dict[ShardAddress, Breaker]] = {}  # by shard and incarnation, the last asked last
+        self.openings = 0  # how often a breaker has opened, failed probes included
 
     def permit(self, shard: ShardAddress, now: int) -> Permit | Miss:
         """Returns a permit to ask this shard once, or the miss to report for not asking it."""
@@ -81,7 +82,7 @@ class ShardHealth:
         breaker = self._breaker(permit.shard)
         if breaker is not None:
             waited_ns = now - permit.now_ns if why.reason is MissReason.DEADLINE else LEAST_WAIT_NS
-            breaker.failed(permit.number, why, now, waited_ns=waited_ns)
+            self.openings += breaker.failed(permit.number, why, now, waited_ns=waited_ns)
 
     def gave_up(self, permit: Permit) -> None:
         breaker = self._breaker(permit.shard)

@@ -56,7 +56,6 @@ from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transfers.store_source import StoreSource
 from kvcluster.transfers.transfer import Stored
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.process_location import here
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class StoreTerms:
     block at index `start`. Unless it is 0, the block before `first` and all of the placement run of `first` are among
     `hashes`. `loss` is that of the prefix over which the blocks were computed. `tokens`: the token ids of the new
     blocks, for clusters that want them. `attempt` names the ticket. A shard that is full waits up to `wait_ns` for
-    room."""
+    room. `host`: where the worker runs, near which the blocks are to lie (core/placement.py)."""
 
     spec: KVSpec
     hashes: Sequence[BlockHash]
@@ -76,6 +75,7 @@ class StoreTerms:
     attempt: Attempt
     wait_ns: int
     start: int = 0
+    host: str = ""
 
     @property
     def new(self) -> tuple[BlockHash, ...]:
@@ -139,7 +139,7 @@ _END_TICKET_MS = 1_000
 ended too. Only the next store waits for it."""
 
 
-def prepare_store(terms: StoreTerms, attached: Attached, host: str, *, at: int = 0) -> PrepareStore:
+def prepare_store(terms: StoreTerms, attached: Attached, *, at: int = 0) -> PrepareStore:
     """Returns the question of a store, about its new blocks from index `at` on, as many as one message may name.
     `attached` has how the cluster places runs and whether it wants token ids."""
     step = len(terms.tokens) // max(1, len(terms.new)) if attached.wants_tokens else 0
@@ -153,7 +153,7 @@ def prepare_store(terms: StoreTerms, attached: Attached, host: str, *, at: int =
         hashes=hashes,
         parts=terms.parts,
         loss=terms.loss,
-        host=host,
+        host=terms.host,
         tokens=tuple(terms.tokens[at * step : (at + len(hashes)) * step]),
     )
 
@@ -242,7 +242,7 @@ class StoreExecutor:
     def _ask_at(self, attached: Attached, at: int, attempt: Attempt) -> Sequence[StoreRun]:
         """Asks about the blocks from `at` on that one message may name; again for a while if the shards are carrying
         out a purge, as after `clear`."""
-        prepare = prepare_store(self._terms, attached, here(), at=at)
+        prepare = prepare_store(self._terms, attached, at=at)
         wait = Deadline.after_ms(min(self._terms.wait_ns / 1e6, self._deadline.remaining_s() * 1e3))
         while True:
             self._tickets.append(attempt)

@@ -45,6 +45,7 @@ from kvcluster.transfers.store_plan import WRITERS, StorePlan
 from kvcluster.transfers.transfer import Loaded, Stored, Transfer
 from kvcluster.transfers.worker_pool import WorkerPool
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.process_location import locate
 
 _SPARE_THREADS = 2
 """Threads in addition to the exchanges of a pool, for questions that cannot wait until one of them has ended."""
@@ -108,6 +109,7 @@ class TransferQueue:
         self._parts = parts
         self._next_attempt = next_attempt
         self._store_wait_ns = config.store_wait_ms * 1_000_000
+        self._host = locate(config.socket_dir).host
         self._timer = Timer()
         self._readers = WorkerPool(READERS + _SPARE_THREADS, "kvcluster-load")
         self._writers = WorkerPool(WRITERS + _SPARE_THREADS, "kvcluster-store", partial(be_nice, config.store_niceness))
@@ -183,7 +185,7 @@ class TransferQueue:
         """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
         attempt = self._next_attempt()
-        terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start)
+        terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start, self._host)
         progress = StoreProgress()
         plan = StorePlan(
             *(terms, progress, self._health),

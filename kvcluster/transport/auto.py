@@ -43,7 +43,7 @@ from kvcluster.transport.base import (
 )
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.path_selector import ControlPath, Opener, PathSelector, said
-from kvcluster.transport.process_location import here as this_place
+from kvcluster.transport.process_location import ProcessLocation, locate
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
@@ -75,7 +75,7 @@ class AutoTransport:
         token: str | None,
         next_attempt: Callable[[], Attempt],
         takes: Sequence[str] = TRANSPORTS,
-        here: str | None = None,
+        location: ProcessLocation | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._control = control
@@ -85,7 +85,7 @@ class AutoTransport:
             openers,
             token=token,
             takes=takes,
-            here=this_place() if here is None else here,
+            location=location or locate(),
             next_attempt=next_attempt,
             clock=clock,
         )
@@ -197,12 +197,15 @@ def choose(
     shard: ShardAddress,
     token: str | None,
     next_attempt: Callable[[], Attempt],
+    location: ProcessLocation | None = None,
     *,
     takes: Sequence[str] = TRANSPORTS,
 ) -> AutoTransport:
-    """Returns a transport to a shard over the paths of this platform that `takes` names."""
+    """Returns a transport to a shard over the paths of this platform that `takes` names. `location`: of this process,
+    None for one without settings."""
+    control = GrpcPages(shard.address, token)
     return AutoTransport(
-        shard, GrpcPages(shard.address, token), OPENERS, token=token, next_attempt=next_attempt, takes=takes
+        *(shard, control, OPENERS), token=token, next_attempt=next_attempt, takes=takes, location=location
     )
 
 

@@ -31,6 +31,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import NoReturn, TypeVar
@@ -91,6 +92,17 @@ TenantOf = Callable[[str | None], Tenant]
 
 TenantNow = Callable[[], Tenant]
 """Returns the tenant of a connection's token. Raises CredentialError once it has been revoked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAt:
+    """Where the servers of a shard may listen: at `host`, on the first of `ports` that is free; `socket_dir`: in which
+    directory a local socket lies, "" for one with an abstract name."""
+
+    host: str
+    ports: range
+    socket_dir: str = ""
+
 
 Serve = Callable[[FramedSocket, TenantNow], None]
 """Serves one connection until it ends. Raises Unavailable when the other side has closed it, which is the usual end."""

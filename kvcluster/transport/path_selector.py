@@ -22,9 +22,10 @@ from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HASH_BYTES, Attempt, Epoch, NamespaceId
 from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.placement import may_share_memory, same_node
+from kvcluster.core.placement import may_share_memory, same_node, socket_directory
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Unavailable
+from kvcluster.transport.process_location import SOCKET_DIR, ProcessLocation
 from kvcluster.transport.worker_exchange import RecordSink
 from kvcluster.transports import BY_NAME
 
@@ -85,7 +86,7 @@ class PathSelector:
         *,
         token: str | None,
         takes: Sequence[str],
-        here: str,
+        location: ProcessLocation,
         next_attempt: Callable[[], Attempt],
         clock: Callable[[], int],
     ) -> None:
@@ -94,7 +95,7 @@ class PathSelector:
         self._openers = openers
         self._token = token
         self._takes = takes
-        self._here = here
+        self._location = location
         self._next_attempt = next_attempt
         self._clock = clock
         self._last = _OpenPath("grpc", control)
@@ -202,7 +203,7 @@ class PathSelector:
             if why is not None:
                 self._refuse(name, _Refusal(why, None))
                 return None
-            way = _OpenPath(name, self._openers[name](offer_of(name, self._learn(trial)), self._token))
+            way = _OpenPath(name, opened(name, self._learn(trial), self._location, self._token, self._openers))
             with self._lock:
                 self._open[way] = None  # so that `close` ends a trial that hangs
             try_path(way.path, self._shard.epoch, self._next_attempt(), trial)
@@ -223,7 +224,7 @@ class PathSelector:
         return _Refusal(f"no answer within {had_ms} ms: {said(error)}", now + min(pause, LEFT_ALONE_NS))
 
     def _not_offered(self, name: str, deadline: Deadline) -> str | None:
-        return not_offered(name, self._learn(deadline), self._shard.host, self._here)
+        return not_offered(name, self._learn(deadline), self._shard.host, self._location)
 
     def _learn(self, deadline: Deadline) -> Offers:
         """Returns what the shard offers; asks only once. Raises Unavailable, ProtocolError or RefusedByShard if the
@@ -282,23 +283,52 @@ def not_taken(transport: str, takes: Sequence[str], openers: Mapping[str, Opener
     return None if transport in openers else "this client cannot use it on this platform"
 
 
-def not_offered(transport: str, offers: Offers, shard_host: str, here: str) -> str | None:
+def not_offered(transport: str, offers: Offers, shard_host: str, location: ProcessLocation) -> str | None:
     """Returns why there is no such path from here to a shard with these offers; None if there should be one."""
-    if not any(offer.transport == transport for offer in offers.offers):
+    offer = _offer_in(offers, transport)
+    if offer is None:
         return dict(offers.refused).get(transport) or "not offered by the shard"
-    spec, offer = BY_NAME[transport], offer_of(transport, offers)
-    if spec.same_host and not may_share_memory(shard_host, here):
-        apart = "another network namespace" if same_node(shard_host, here) else "another host"
-        return f"{apart}: the shard is on {shard_host}, and this is {here}"
+    spec = BY_NAME[transport]
+    if spec.same_host and not may_share_memory(shard_host, location.host):
+        return _apart(shard_host, location)
     if offer.version != spec.version:
         return f"the shard speaks version {offer.version} of it, and this client version {spec.version}"
     return None
 
 
-def offer_of(transport: str, offers: Offers) -> Offer:
-    """Returns the shard's offer of a transport, which must be among its offers."""
-    offer = next(offer for offer in offers.offers if offer.transport == transport)
-    return replace(offer, protocol_version=offers.protocol_version)
+def opened(
+    transport: str, offers: Offers, location: ProcessLocation, token: str | None, openers: Mapping[str, Opener]
+) -> DataPath:
+    """Returns the path by a transport that the shard offers. Raises KVClusterError if the offer cannot be used here."""
+    return openers[transport](offer_of(transport, offers, location), token)
+
+
+def _apart(shard_host: str, location: ProcessLocation) -> str:
+    """Returns what separates a shard from this location."""
+    places = f"the shard is on {shard_host}, and this is {location.host}"
+    if not same_node(shard_host, location.host):
+        return f"another host: {places}"
+    if not socket_directory(shard_host):
+        return f"another network namespace: {places}"
+    if location.socket_dir:
+        return f"another socket directory than {location.socket_dir}: {places}"
+    lacking = location.why_not or f"none is named in {SOCKET_DIR} or the settings"
+    return f"another network namespace, and no socket directory ({lacking}): {places}"
+
+
+def offer_of(transport: str, offers: Offers, location: ProcessLocation) -> Offer:
+    """Returns the shard's offer of a transport, which must be among its offers, with its address as it is from this
+    location. Raises ConfigError if it has none here."""
+    offer = _offer_in(offers, transport)
+    assert offer is not None
+    offer = replace(offer, protocol_version=offers.protocol_version)
+    if BY_NAME[transport].same_host and not offer.address.startswith("@"):
+        return replace(offer, address=location.socket_path(offer.address))
+    return offer
+
+
+def _offer_in(offers: Offers, transport: str) -> Offer | None:
+    return next((offer for offer in offers.offers if offer.transport == transport), None)
 
 
 def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline) -> None:

@@ -28,6 +28,7 @@ from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.attend_session import SpanResults, ask_to_attend
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
+from kvcluster.transport.local_sockets import connect
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import shm_frames, socket_frames
 from kvcluster.wire.shm_frames import Places
@@ -38,9 +39,6 @@ _RENEWALS = 8
 
 _REGISTER_S = 0.1
 """The first load towards a device waits so long for the arena to be registered. Until it is, the CPU brings pages."""
-
-_CREDENTIALS = struct.Struct("3i")
-"""Credentials of a unix socket's other side: process, user, group."""
 
 
 class Turn(Enum):
@@ -331,48 +329,13 @@ def open_connection(
     address: str, token: str | None, maps: ArenaMappings, deadline: Deadline, version: int = PROTOCOL_VERSION
 ) -> ShmConnection:
     """Opens a new connection. Raises Unavailable, CredentialError or ProtocolError."""
-    connected = _connected(address, deadline)
+    connected = connect(address, deadline)
     link, body = dial(connected, address, token, deadline, version)
     try:
         return ShmConnection(link, shm_frames.decode_welcome(body), maps)
     except BaseException:
         link.close()
         raise
-
-
-def _connected(address: str, deadline: Deadline) -> socket.socket:
-    if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "SO_PEERCRED"):
-        raise _lost(address, "this platform lacks unix sockets with SO_PEERCRED, which shared memory needs")
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connected.settimeout(deadline.remaining_s() or 1e-3)
-        connected.connect("\0" + address[1:])
-        # Checked before the token is sent: any process may bind an unused name, and wait there for tokens.
-        _, user = peer_of(connected)
-        if user != os.getuid():
-            raise _lost(address, f"the shard runs as user {user}, this process as user {os.getuid()}")
-        return connected
-    except BaseException as error:
-        connected.close()
-        if isinstance(error, TimeoutError):
-            raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
-        if isinstance(error, ConnectionRefusedError):
-            raise _lost(
-                address,
-                "no process listens: the shard has ended, or runs on another host or in another network namespace",
-            ) from None
-        if isinstance(error, OSError):
-            raise _lost(address, error.strerror or str(error)) from None
-        raise
-
-
-def peer_of(connected: socket.socket) -> tuple[int, int]:
-    """Returns process and user at the other side of a unix socket, as of its connecting. The process is 0 if it is not
-    visible from here."""
-    process, user, _ = _CREDENTIALS.unpack(
-        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return process, user
 
 
 def _lost(address: str, why: str) -> Unavailable:

@@ -38,7 +38,7 @@ from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.listener import TenantOf
+from kvcluster.transport.listener import ListenAt, TenantOf
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
 from kvcluster.transport.shm_server import ShmHost, ShmServer
 from kvcluster.transport.shm_views import BorrowedPages, borrow
@@ -85,14 +85,14 @@ def load_streams(processors: int) -> int:
 _LOADS = load_streams(len(os.sched_getaffinity(0)))
 
 _NAME_BYTES = 100
-"""The longest address accepted; the name of a unix socket may have 108 bytes."""
+"""The longest abstract name accepted; that of a unix socket may have 108 bytes."""
 
 
 class ShmPages:
-    """A worker's data path to a shard on the same host under the same user. Connects and maps when it is first used.
+    """A worker's data path to a shard on the same host. Connects and maps when it is first used.
 
-    If that is impossible, Unavailable says why: another host or network namespace, another user, or an unsupported
-    platform.
+    If that is impossible, Unavailable says why: another host or network namespace, another user, a socket directory
+    that is not to be trusted, or an unsupported platform.
     """
 
     name = "shm"
@@ -100,9 +100,13 @@ class ShmPages:
     """One stream for a device that reads the arena itself: more would share its link."""
 
     def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION, *, device: str = "") -> None:
-        """`device`: the name of the one with the shard's pool, "" if it has none."""
-        if not address.startswith("@") or not 1 < len(address.encode()) <= _NAME_BYTES or "\0" in address:
-            raise ConfigError(f"{address!r} is not an address of the shared-memory transport, which has the form @name")
+        """`address`: "@NAME", or the path of a socket in a socket directory. `device`: the name of the one with the
+        shard's pool, "" if it has none."""
+        is_name = address.startswith("@") and 1 < len(address.encode()) <= _NAME_BYTES
+        if not (is_name or address.startswith("/")) or "\0" in address:
+            raise ConfigError(
+                f"{address!r} is not an address of the shared-memory transport, which is @name or the path of a socket"
+            )
         self.address = address
         self._device = device
         self._refused: set[Device] = set()
@@ -292,6 +296,6 @@ def open_path(offer: Offer, token: str | None) -> ShmPages:
     return ShmPages(offer.address, token, offer.protocol_version, device=offer.details.decode(errors="replace"))
 
 
-def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str, ports: range) -> ShmServer:
-    """As transport_servers.Serve. Ignores host and ports: it listens at a random abstract name."""
-    return ShmServer(host, tenant_of)
+def serve(host: ShmHost, tenant_of: TenantOf, at: ListenAt) -> ShmServer:
+    """As transport_servers.Serve. It listens at a random name, in the socket directory if there is one."""
+    return ShmServer(host, tenant_of, at.socket_dir)

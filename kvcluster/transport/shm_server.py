@@ -1,7 +1,8 @@
 """The shard's side of shm: grants leases over a unix socket, and follows them to their end. It does not move the bytes.
 
-The socket has an abstract name, so that a crash leaves no file, and accepts only processes of this user. A connection
-receives a descriptor of the arena for reading, and one for writing with its first store.
+The socket has an abstract name, which a crash takes along, and accepts only processes of this user; or it is a file in
+a socket directory, whose permissions say who may connect (local_sockets.py). A connection receives a descriptor of the
+arena for reading, and one for writing with its first store.
 
 A worker writes directly into a page under a write lease. It may pause for any time and then continue. So the lease ends
 only when the worker has reported that it has stopped, or can no longer write: its stream has ended, which it does not
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import socket
 from collections.abc import Mapping
 from functools import partial
@@ -31,8 +31,8 @@ from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavail
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import Exchange, Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
+from kvcluster.transport.local_sockets import LocalListener, peer_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
-from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, socket_frames
 from kvcluster.wire.checks import must
 from kvcluster.wire.socket_frames import FrameKind
@@ -81,22 +81,21 @@ class SharedPool(Protocol):
 
 
 class ShmServer:
-    """Listens from its construction on, at `address`, a new random name. Raises ConfigError if this platform or arena
-    cannot be shared."""
+    """Listens from its construction on, at `address`, a new random name: in `socket_dir`, or an abstract one if that is
+    "". Raises ConfigError if this platform or arena cannot be shared, or the directory cannot be used."""
 
-    def __init__(self, host: ShmHost, tenant_of: TenantOf) -> None:
+    def __init__(self, host: ShmHost, tenant_of: TenantOf, socket_dir: str = "") -> None:
         self.details = host.pool.device.encode() if host.pool is not None else b""
         """The name of the device with the shard's pool."""
         os.close(host.open_arena(writable=False))  # an arena that cannot be shared must not be offered
         self._host = host
         self._closing = False
-        name = f"kvcluster-{secrets.token_hex(16)}"
-        self.address = f"@{name}"
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(f"\0{name}")
+        self._local = local = LocalListener(socket_dir)
+        self.address = local.address
+        admit = partial(_admit, any_user=local.in_directory)
         refused = partial(host.connection_refused, NAME)
         self._listener = Listener(
-            listening, tenant_of, self._serve, name=NAME, admit=_admit, refused=refused, descriptors=2
+            local.socket, tenant_of, self._serve, name=NAME, admit=admit, refused=refused, descriptors=2
         )
 
     def start(self) -> None:
@@ -107,6 +106,7 @@ class ShmServer:
         called again."""
         self._closing = True
         self._listener.close()
+        self._local.close()
 
     # ------------------------------------------------------------------------------------------ serving
 
@@ -235,12 +235,12 @@ class ShmServer:
             os.close(descriptor)
 
 
-def _admit(link: FramedSocket) -> None:
-    """Admits only processes of this user, and ties the connection to the life of the process."""
+def _admit(link: FramedSocket, *, any_user: bool) -> None:
+    """Admits processes of this user, or of any, and ties the connection to the life of the process."""
 
     def look(connected: socket.socket) -> None:
         process, user = peer_of(connected)
-        if user != os.getuid():
+        if user != os.getuid() and not any_user:
             raise CredentialError(
                 f"shared memory is only for processes of user {os.getuid()}, but this process runs as user {user}"
             )

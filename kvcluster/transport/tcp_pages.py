@@ -41,6 +41,7 @@ from kvcluster.transport.base import (
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import (
+    ListenAt,
     Listener,
     TenantNow,
     TenantOf,
@@ -218,9 +219,9 @@ def open_path(offer: Offer, token: str | None) -> TcpPages:
     return TcpPages(offer.address, token, offer.protocol_version)
 
 
-def serve(host: PageHost, tenant_of: TenantOf, listen_host: str, ports: range) -> TcpServer:
+def serve(host: PageHost, tenant_of: TenantOf, at: ListenAt) -> TcpServer:
     """As transport_servers.Serve."""
-    return first_free(ports, lambda port: TcpServer(host, tenant_of, listen_host, port))
+    return first_free(at.ports, lambda port: TcpServer(host, tenant_of, at.host, port))
 
 
 class TcpServer:

@@ -42,6 +42,7 @@ from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.in_process_transport import MemoryTransport
+from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.rpc import ClockDifference, Connection
 from kvcluster.transport.tcp_pages import TcpServer, open_path, serve
 from kvcluster.wire.methods import COORDINATOR, SHARD
@@ -72,7 +73,9 @@ class Served:
             handlers |= page_handlers(host)
             self.shards[name] = self._serve(handlers)
             self._offer(name, host)
-            probe = PeerProbe(lambda: FACTS, lambda: ClockDifference(5_000_000, 1_000_000), "secret", HERE)
+            probe = PeerProbe(
+                lambda: FACTS, lambda: ClockDifference(5_000_000, 1_000_000), "secret", ProcessLocation(HERE)
+            )
             host._probe = probe.carry_out
         known = {server.address for server in self.shards.values()}
         cluster.wait_until(lambda: {shard["address"] for shard in self.status()} == known)
@@ -235,7 +238,9 @@ def offering(served: Served, *offers: Offer, refused: tuple[tuple[str, str], ...
 
 def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) -> None:
     offering(served, refused=(("shm", "the token file names several tenants"),))
-    found = examine(served.address, "default", openers={"shm": open_path, "tcp": open_path}, here=HERE)
+    found = examine(
+        served.address, "default", openers={"shm": open_path, "tcp": open_path}, location=ProcessLocation(HERE)
+    )
     assert found["verdict"] == "all 2 shard(s) can be reached: 2 by grpc"
     paths = paths_of(found["shards"][0])
     assert paths["shm"]["why"] == "the token file names several tenants"
@@ -245,7 +250,7 @@ def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) ->
 
 def test_shared_memory_is_for_the_same_host(served: Served) -> None:
     offering(served, Offer("shm", "@name"))
-    found = examine(served.address, "default", openers={"shm": open_path}, here="elsewhere")
+    found = examine(served.address, "default", openers={"shm": open_path}, location=ProcessLocation("elsewhere"))
     assert paths_of(found["shards"][0])["shm"]["why"] == "another host: the shard is on memory, and this is elsewhere"
 
 
@@ -256,8 +261,10 @@ def test_a_transport_that_fails_is_told_with_what_to_do(served: Served) -> None:
     tcp = served.tcp["shard-0"]
     tcp.close()
     with refused(int(tcp.address.rpartition(":")[2])):
-        offering(served, Offer("shm", "at shm"), Offer("tcp", tcp.address))
-        found = examine(served.address, "default", openers={"shm": shm.open, "tcp": open_path}, here=HERE)
+        offering(served, Offer("shm", "@shm"), Offer("tcp", tcp.address))
+        found = examine(
+            served.address, "default", openers={"shm": shm.open, "tcp": open_path}, location=ProcessLocation(HERE)
+        )
     assert found["healthy"], "gRPC takes their place"
     paths = paths_of(found["shards"][0])
     assert paths["shm"]["why"] == "this shard runs as another user"

@@ -126,7 +126,7 @@ def test_each_try_that_fails_doubles_the_time_so_often(doublings: int, expected:
     for _ in expected:
         waits.append(breaker.open_for(now) // S)
         now += breaker.open_for(now)
-        fail(breaker, now)
+        assert breaker.failed(ask(breaker, now), LOST, now), "it opens each time"
     assert waits == expected
     assert breaker.failures == 3 + len(expected)
 
@@ -149,8 +149,8 @@ def test_what_was_given_up_says_nothing() -> None:
 def test_what_ends_late_says_nothing_of_the_shard_as_it_is_now() -> None:
     breaker = Breaker(failures=1, open_ns=S)
     early, second, third = (ask(breaker, 0) for _ in range(3))
-    breaker.failed(early, LOST, 0)
-    breaker.failed(second, LATE, 0)
+    assert breaker.failed(early, LOST, 0)
+    assert not breaker.failed(second, LATE, 0), "it is open already"
     assert breaker.open_for(0) == S and breaker.failures == 1
     probe = ask(breaker, S)
     breaker.succeeded(third)
@@ -239,6 +239,7 @@ def test_a_shard_that_failed_three_times_is_a_miss_at_once(alone: MemoryCluster)
         (breaker,) = client.status()["breakers"].values()
         assert (breaker["state"], breaker["failures"]) == ("open", 3)
         assert 0 < breaker["open_ms"] <= 60_000
+        assert client.shard_connections.openings() == 1
 
 
 @pytest.mark.parametrize("kind", [RefusedKind.STALE, RefusedKind.UNKNOWN_NAMESPACE])

@@ -193,7 +193,7 @@ def test_each_message_of_a_store_names_its_own_blocks_parent_run_and_tokens(lowe
     terms = StoreTerms(SPEC, hashes, 3, ((0, SPEC.whole(0)),), Loss.EXACT, tokens, attempt, 0)
     attached = Attached(NamespaceId(bytes(32)), Epoch(1), 1, run_blocks=2, wants_tokens=wanted)
     for at, first in ((0, 3), (STEP, 3 + STEP), (2 * STEP, 3 + 2 * STEP)):
-        message = prepare_store(terms, attached, "here", at=at)
+        message = prepare_store(terms, attached, at=at)
         stop = min(first + STEP, 14)
         assert (message.first, message.hashes) == (first, tuple(hashes[first:stop]))
         assert (message.parent, message.run) == (hashes[first - 1], hashes[first // 2 * 2])
@@ -208,10 +208,10 @@ def test_a_message_names_as_many_blocks_as_their_token_ids_allow(
     attempt = Attempt(Holder(bytes(HOLDER_BYTES)), 1)
     terms = StoreTerms(SPEC, hashes, 0, ((0, SPEC.whole(0)),), Loss.EXACT, range(5 * BLOCK), attempt, 0)
     attached = Attached(NamespaceId(bytes(32)), Epoch(1), 1, run_blocks=2, wants_tokens=True)
-    message = prepare_store(terms, attached, "here", at=2)
+    message = prepare_store(terms, attached, at=2)
     assert (message.hashes, message.tokens) == (tuple(hashes[2:4]), tuple(range(2 * BLOCK, 4 * BLOCK)))
     monkeypatch.setattr(limits, "STORE_TOKENS", 1)
-    assert len(prepare_store(terms, attached, "here").hashes) == 1, "a store goes on"
+    assert len(prepare_store(terms, attached).hashes) == 1, "a store goes on"
 
 
 def test_a_load_of_more_pages_than_an_exchange_may_name_takes_several(

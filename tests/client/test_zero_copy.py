@@ -50,6 +50,7 @@ from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Transport
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.path_selector import Opener
+from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.shm_pages import ShmPages, open_path
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.shm_views import BorrowedPages
@@ -112,7 +113,15 @@ class Desk:
             openers = {**OPENERS, "shm": path}
             attempts = own_attempts()
             control = self.controls[-1]
-            return AutoTransport(shard, control, openers, token=None, next_attempt=attempts, takes=takes, here="memory")
+            return AutoTransport(
+                shard,
+                control,
+                openers,
+                token=None,
+                next_attempt=attempts,
+                takes=takes,
+                location=ProcessLocation("memory"),
+            )
 
         config = ClientConfig(**{"deadline_ms": int(BOUND_S * 1e3), **settings})
         client = Client(self.cluster.port(), opener, spec, part=part, config=config)

@@ -8,6 +8,7 @@ from contextlib import closing
 import pytest
 
 from kvcluster.config import ServerConfig
+from kvcluster.config.ports import shard_ports
 from kvcluster.core.ids import CLUSTER, ShardId, Tenant
 from kvcluster.core.messages import GetOffers, Offer, ShardAddress
 from kvcluster.errors import ConfigError, CredentialError
@@ -16,7 +17,7 @@ from kvcluster.runtime.auth import NO_TENANT, Authenticator, digest
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.transport.auto import OPENERS
-from kvcluster.transport.listener import TenantOf
+from kvcluster.transport.listener import ListenAt, TenantOf
 from kvcluster.transport.path_selector import try_path
 from kvcluster.transports import BY_NAME
 from tests.runtime.hosts import BOUND_S, EPOCH, Coordinator, attempt, configured, no_source, shard, soon
@@ -33,10 +34,10 @@ class Recorded:
         self.running = False
         self.wrong = wrong
         self.tenant_of: TenantOf = lambda token: CLUSTER
-        self.listens_at = ""
+        self.listens_at: ListenAt | None = None
 
-    def serve(self, host: ShardHost, tenant_of: TenantOf, listen_host: str, ports: range) -> Recorded:
-        self.tenant_of, self.listens_at = tenant_of, listen_host
+    def serve(self, host: ShardHost, tenant_of: TenantOf, at: ListenAt) -> Recorded:
+        self.tenant_of, self.listens_at = tenant_of, at
         return self
 
     def start(self) -> None:
@@ -56,11 +57,13 @@ def host() -> Iterator[ShardHost]:
 
 def test_what_the_configuration_names_is_served_until_it_is_closed(host: ShardHost) -> None:
     shm, tcp = Recorded("shm"), Recorded("tcp")
-    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
+    config = ServerConfig(socket_dir="/run/sockets")
+    paths = serve_paths(host, EVERY_CLIENT, config, "here", {"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.epoch == EPOCH
     assert paths.offers.offers == (Offer("shm", "at shm"), Offer("tcp", "at tcp"))
     assert paths.offers.refused == ()
-    assert (shm.running, tcp.running, tcp.listens_at) == (True, True, "here")
+    at = ListenAt("here", shard_ports(config), "/run/sockets")
+    assert (shm.running, tcp.running, shm.listens_at, tcp.listens_at) == (True, True, at, at)
     paths.close()
     assert (shm.running, tcp.running) == (False, False)
 

@@ -44,6 +44,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import DataPath, RefusedByShard, run_to_completion
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.path_selector import DiscardSink, offer_of
+from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
@@ -457,4 +458,4 @@ def test_a_frame_of_a_version_that_its_caller_does_not_speak_is_refused(
 def test_a_path_is_opened_in_the_version_of_the_offers() -> None:
     for version in (OLDEST_VERSION, PROTOCOL_VERSION):
         offers = Offers(Epoch(1), (Offer("tcp", "127.0.0.1:1"),), protocol_version=version)
-        assert offer_of("tcp", offers).protocol_version == version
+        assert offer_of("tcp", offers, ProcessLocation("here")).protocol_version == version

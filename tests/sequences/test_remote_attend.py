@@ -48,6 +48,7 @@ from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from kvcluster.transport.in_process_transport import MemoryTransport
+from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpServer
 from tests.client.conftest import Start, settle
@@ -600,7 +601,13 @@ def served(request: pytest.FixtureRequest, cluster: MemoryCluster) -> Iterator[C
         def opener(shard: ShardAddress) -> Transport:
             control = OfferingControl(cluster.shards[shard.shard], (offers[shard.shard],))
             return AutoTransport(
-                shard, control, OPENERS, token=None, next_attempt=own_attempts(), here="memory", takes=TRANSPORTS
+                shard,
+                control,
+                OPENERS,
+                token=None,
+                next_attempt=own_attempts(),
+                location=ProcessLocation("memory"),
+                takes=TRANSPORTS,
             )
 
         config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)

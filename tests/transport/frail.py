@@ -23,6 +23,7 @@ from kvcluster.testing.conformance import World
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport, Unavailable
 from kvcluster.transport.path_selector import LEFT_ALONE_NS
+from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.worker_exchange import RecordSink
 from tests.records import copied, pass_on
 
@@ -57,7 +58,7 @@ class Frail:
         self._transport = transport
 
     def open(self, offer: Offer, token: str | None) -> Frail:
-        assert offer.address == f"at {self.name}"
+        assert offer.address == f"@{self.name}"
         self.opened += 1
         return self
 
@@ -214,7 +215,7 @@ class Ways:
         self.now = 1_000_000
         self._open: Callable[[], Transport] = world.open
         offers = Offers(
-            world.epoch, tuple(Offer(name, f"at {name}", version) for name in offered), tuple((refused or {}).items())
+            world.epoch, tuple(Offer(name, f"@{name}", version) for name in offered), tuple((refused or {}).items())
         )
         self.grpc = Control(world.open(), offers)
         self.tcp, self.shm = Frail("tcp", world.open()), Frail("shm", world.open())
@@ -224,7 +225,7 @@ class Ways:
             self.grpc,
             token=None,
             next_attempt=world.attempt,
-            here=HERE,
+            location=ProcessLocation(HERE),
             clock=lambda: self.now,
             **how,
         )

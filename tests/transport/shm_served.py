@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -30,12 +31,13 @@ class _ShortLease:
 class Served:
     """A server before a shard, with a token for each tenant."""
 
-    def __init__(self, host: ShmHost) -> None:
+    def __init__(self, host: ShmHost, socket_dir: str = "") -> None:
         self.known = authenticator()
         self._host = host
-        self._server = ShmServer(_ShortLease(host), lambda given: self.known.caller(given).tenant)
+        self._server = ShmServer(_ShortLease(host), lambda given: self.known.caller(given).tenant, socket_dir)
         self._server.start()
-        self.address = self._server.address
+        name = self._server.address
+        self.address = os.path.join(socket_dir, name) if socket_dir else name
 
     def open(self, tenant: Tenant) -> SplitTransport:
         device = self._server.details.decode()

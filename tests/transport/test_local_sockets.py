@@ -1,0 +1,356 @@
+"""Sockets in a directory that pods share: who may listen there, who may connect, and what each is told."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvcluster.core import limits
+from kvcluster.core.miss import MissReason
+from kvcluster.core.placement import may_share_memory, same_namespace, same_node
+from kvcluster.core.shard.page import PageState
+from kvcluster.errors import ConfigError, CredentialError
+from kvcluster.testing.conformance import World, open_world
+from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store
+from kvcluster.testing.conformance.wire import unserved
+from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
+from kvcluster.transport.base import Unavailable, run_to_completion
+from kvcluster.transport.local_sockets import LocalListener, connect, open_directory
+from kvcluster.transport.process_location import SOCKET_DIR, locate, locate_server
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmHost
+from tests.transport.peers import token
+from tests.transport.shm_served import Served
+from tests.transport.test_shm_processes import states, stop_myself_before_chunk
+from tests.waiting import eventually
+
+FRAME = limits.FRAME_BYTES
+ROOT = Path(__file__).parents[2]
+GROUP, USER = 4_321, 5_678
+FIRST_OF_POD = 200_000
+"""The number that user 0 of a pod with a user namespace has on the machine."""
+
+_NEW_USERS, _NEW_PROCESSES, _NEW_NETWORK = 0x1000_0000, 0x2000_0000, 0x4000_0000
+"""Flags of the system call unshare, which Python names from 3.12 on."""
+
+MINE = 3
+"""Pages, each of two chunks."""
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    """A socket directory as the chart makes it, within folders that everyone may search."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == os.geteuid():
+            folder.chmod(folder.stat().st_mode | stat.S_IXOTH)
+    directory = tmp_path / "sockets"
+    directory.mkdir()
+    directory.chmod(0o2755)
+    return directory
+
+
+@pytest.fixture
+def world(sockets: Path) -> Iterator[World]:
+    """A shard whose socket lies in the directory."""
+    with open_world(lambda host: ServedInDirectory(host, sockets)) as world:
+        yield world
+
+
+class ServedInDirectory(Served):
+    """As Served, with its socket in this directory."""
+
+    def __init__(self, host: ShmHost, sockets: Path) -> None:
+        super().__init__(host, str(sockets))
+
+
+def refusal(address: str) -> str:
+    """What a worker is told that may not, or does not, connect."""
+    with pytest.raises(Unavailable) as trouble, connect(address, soon()):
+        """It does not come so far."""
+    assert trouble.value.miss.reason is MissReason.SHARD_LOST
+    return str(trouble.value)
+
+
+# ------------------------------------------------------------------------------------------ the directory
+
+
+def test_pages_go_over_a_socket_in_a_directory(world: World, sockets: Path) -> None:
+    [entry] = list(sockets.iterdir())
+    assert stat.S_ISSOCK(entry.stat().st_mode)
+    assert stat.S_IMODE(entry.stat().st_mode) == 0o660
+    transport, content = world.open(), Content.of(world, 3, 2, 64)
+    store(transport, content)
+    assert load(transport, content) == [None] * 3
+
+
+def test_the_socket_goes_with_its_server(sockets: Path) -> None:
+    listener = LocalListener(str(sockets))
+    assert [entry.name for entry in sockets.iterdir()] == [listener.address]
+    listener.close()
+    listener.close()
+    assert list(sockets.iterdir()) == []
+
+
+def test_what_a_dead_server_left_is_removed_and_the_living_stay(sockets: Path) -> None:
+    alive, dead = LocalListener(str(sockets)), LocalListener(str(sockets))
+    left, dead.address = dead.address, "another name"  # so that it removes nothing, as one that is killed
+    dead.close()
+    (sockets / "kv-notes.txt").write_text("of somebody else")
+    assert {entry.name for entry in sockets.iterdir()} == {alive.address, left, "kv-notes.txt"}
+    after = LocalListener(str(sockets))
+    assert {entry.name for entry in sockets.iterdir()} == {alive.address, after.address, "kv-notes.txt"}
+    alive.close()
+    after.close()
+
+
+def test_a_directory_is_made_where_its_parent_is(sockets: Path) -> None:
+    inner = sockets / "inner"
+    LocalListener(str(inner)).close()
+    assert stat.S_IMODE(inner.stat().st_mode) & 0o777 == 0o750
+    with pytest.raises(ConfigError, match="No such file"):
+        LocalListener(str(sockets / "not" / "there"))
+
+
+def test_a_directory_may_lie_deeper_than_a_unix_socket_s_path_reaches(sockets: Path) -> None:
+    deep = sockets
+    for _ in range(8):
+        deep = deep / ("d" * 30)
+        deep.mkdir()
+    listener = LocalListener(str(deep))
+    with connect(str(deep / listener.address), soon()):
+        """Connected."""
+    listener.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o757])
+def test_where_everyone_may_write_neither_side_does_anything(sockets: Path, mode: int) -> None:
+    sockets.chmod(mode)
+    with pytest.raises(ConfigError, match="everyone may write to it"):
+        LocalListener(str(sockets))
+    with socket.socket(socket.AF_UNIX) as thief:
+        thief.bind(str(sockets / "kv.sock"))
+        thief.listen()
+        assert "everyone may write to it" in refusal(str(sockets / "kv.sock"))
+        thief.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            thief.accept()
+
+
+def test_a_worker_trusts_no_directory_to_which_others_of_its_group_may_write(sockets: Path) -> None:
+    sockets.chmod(0o2770)
+    os.chown(sockets, -1, os.getegid())
+    listener = LocalListener(str(sockets))
+    assert f"the group {os.getegid()} may write to it" in refusal(str(sockets / listener.address))
+    listener.close()
+    assert open_directory(str(sockets), serving=True) > 0
+
+
+@pytest.mark.parametrize("wrong", ["file", "missing", "relative", "link to nothing"])
+def test_what_is_no_directory_is_said(sockets: Path, wrong: str) -> None:
+    path = sockets / "it"
+    if wrong == "file":
+        path.write_text("")
+    if wrong == "link to nothing":
+        path.symlink_to("nowhere")
+    given = "sockets/it" if wrong == "relative" else str(path)
+    with pytest.raises(ConfigError, match=r"absolute path|cannot be opened"):
+        open_directory(given)
+
+
+def test_a_socket_that_is_not_there_or_answers_no_more(sockets: Path) -> None:
+    assert "the shard has ended" in refusal(str(sockets / "kv-none.sock"))
+    with socket.socket(socket.AF_UNIX) as ended:
+        ended.bind(str(sockets / "kv-ended.sock"))
+    assert "the shard has ended" in refusal(str(sockets / "kv-ended.sock"))
+    (sockets / "kv-file.sock").write_text("")
+    assert "the shard has ended" in refusal(str(sockets / "kv-file.sock"))
+
+
+# ----------------------------------------------------------------------------------------- where each one is
+
+
+def test_two_processes_share_memory_if_they_see_one_directory(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard = locate_server(str(sockets))
+    monkeypatch.setenv(SOCKET_DIR, str(sockets))
+    worker = locate()
+    assert worker == locate(str(sockets))
+    assert shard.host == worker.host
+    elsewhere = worker.host.replace("/", "/7", 1)  # another network namespace
+    assert may_share_memory(shard.host, elsewhere) and not same_namespace(shard.host, elsewhere)
+    other = sockets / "other"
+    other.mkdir()
+    beside = locate(str(other)).host.replace("/", "/7", 1)
+    assert same_node(shard.host, beside) and not may_share_memory(shard.host, beside)
+    on_another_machine = worker.host.replace("@", "@f", 1)
+    assert not may_share_memory(shard.host, on_another_machine)
+
+
+def test_a_directory_that_cannot_be_used_is_left_out_and_the_reason_kept(sockets: Path) -> None:
+    sockets.chmod(0o777)
+    location = locate(str(sockets))
+    assert (location.socket_dir, location.host) == ("", locate().host)
+    with pytest.raises(ConfigError, match="everyone may write to it"):
+        location.socket_path("kv.sock")
+    with pytest.raises(ConfigError, match=f"name it in {SOCKET_DIR}"):
+        locate().socket_path("kv.sock")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../kv.sock", "/etc/kv.sock", "a/b", "kv\0.sock"])
+def test_a_shard_names_a_file_of_the_directory_and_nothing_else(sockets: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not the name of a file"):
+        locate(str(sockets)).socket_path(name)
+
+
+# --------------------------------------------------------------------------------------------- other users
+
+
+def mine(epoch: int) -> Content:
+    return unserved(MINE, 4, FRAME // 4, epoch=epoch)
+
+
+def become(user: int, group: int, in_pod: bool) -> None:
+    """Becomes that user; in a pod's user, network and process namespaces if `in_pod`, whose numbers the test gives it.
+    No program is executed in between, which would take its rights there away."""
+    if in_pod:
+        assert ctypes.CDLL(None, use_errno=True).unshare(_NEW_USERS | _NEW_NETWORK | _NEW_PROCESSES) == 0
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for _ in range(2 * in_pod):  # the first of the namespace cannot stop itself
+        child = os.fork()
+        if child:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    os.setgroups([group])
+    os.setresgid(group, group, group)
+    os.setresuid(user, user, user)
+
+
+def load_twice(address: str, epoch: int, in_pod: bool) -> None:
+    """Loads as another user with the tenant's token and with a stranger's."""
+    become(USER, GROUP, in_pod)
+    for given in (token(ONE), "of a stranger"):
+        path, content = ShmPages(address, given), mine(epoch)
+        request = content.read_request()
+        sink = ContentSink(content, request)
+        try:
+            missing = run_to_completion(path.read(request, sink, soon()))
+            right = all(data == content.layers[content.keys[item]][layer] for (item, layer), data in sink.got.items())
+            print(missing, right, len(sink.got), flush=True)
+        except (Unavailable, CredentialError) as error:
+            print(type(error).__name__, error, flush=True)
+        path.close()
+
+
+def store_half(address: str, epoch: int, in_pod: bool) -> None:
+    """Stores as another user, and is stopped within the second page."""
+    become(USER, GROUP, in_pod)
+    stop_myself_before_chunk(4)
+    content = mine(epoch)
+    request = content.write_request()
+    ShmPages(address, token(ONE)).write(request, ContentSource(content, request), soon())
+
+
+class OtherUser:
+    """A process that runs `function(address, epoch, in_pod)` of this module. Use as a context manager."""
+
+    def __init__(self, world: World, sockets: Path, function: Callable[..., None], *, in_pod: bool) -> None:
+        [entry] = sockets.iterdir()
+        call = f"{function.__name__}({str(entry)!r}, {world.epoch}, {in_pod})"
+        self._command = [sys.executable, "-c", f"from {__name__} import {function.__name__}; {call}"]
+        self._in_pod = in_pod
+
+    def __enter__(self) -> OtherUser:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(self._command, text=True, cwd=ROOT, **pipes)  # type: ignore[call-overload]
+        assert self.says() == "ready"
+        for kind in ("uid_map", "gid_map") if self._in_pod else ():
+            Path(f"/proc/{self._process.pid}/{kind}").write_text(f"0 {FIRST_OF_POD} 65536\n", encoding="ascii")
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def says(self) -> str:
+        return str(self._process.stdout.readline()).strip()
+
+    def kill(self) -> None:
+        """Ends it at once, with the processes that it has started. May be called again."""
+        if self._process.returncode is not None:
+            return
+        for process in reversed(self._processes()):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            pipe.close()
+
+    def is_stopped(self) -> bool:
+        return any(
+            Path(f"/proc/{one}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
+            for one in self._processes()
+        )
+
+    def _processes(self) -> list[int]:
+        """It, its child, and so on."""
+        found = [self._process.pid]
+        while children := Path(f"/proc/{found[-1]}/task/{found[-1]}/children").read_text(encoding="ascii").split():
+            found.append(int(children[0]))
+        return found
+
+
+@as_root
+@pytest.mark.parametrize("in_pod", [False, True])
+def test_another_user_of_the_group_loads_with_the_tenant_s_token_alone(
+    world: World, sockets: Path, in_pod: bool
+) -> None:
+    store(world.open(), mine(world.epoch))
+    admit(sockets, GROUP + FIRST_OF_POD * in_pod)
+    with OtherUser(world, sockets, load_twice, in_pod=in_pod) as other:
+        assert other.says() == f"{[None] * MINE} True {MINE * 4}"
+        assert other.says().startswith("CredentialError")
+
+
+@as_root
+@pytest.mark.parametrize("in_pod", [False, True])
+def test_a_user_without_the_group_is_told_which_it_takes(world: World, sockets: Path, in_pod: bool) -> None:
+    admit(sockets, 99)
+    with OtherUser(world, sockets, load_twice, in_pod=in_pod) as other:
+        told = other.says()
+        assert told.startswith("Unavailable") and f"user {USER} with the groups" in told and str(GROUP) in told
+        assert f"it takes the group {65_534 if in_pod else 99}" in told
+
+
+@as_root
+@pytest.mark.parametrize("in_pod", [False, True])
+def test_a_writer_of_another_user_that_is_killed_gives_its_pages_back_and_not_before(
+    world: World, sockets: Path, in_pod: bool
+) -> None:
+    world.open().attach(mine(world.epoch).spec, soon())
+    admit(sockets, GROUP + FIRST_OF_POD * in_pod)
+    with OtherUser(world, sockets, store_half, in_pod=in_pod) as other:
+        eventually(other.is_stopped, BOUND_S)
+        world.expire_leases()
+        assert states(world).count(PageState.WRITING) == MINE
+        other.kill()
+        eventually(lambda: not states(world), BOUND_S)
+
+
+def admit(sockets: Path, group: int) -> None:
+    """Gives the directory and its socket to this group of the machine, as a directory with setgid does."""
+    [entry] = sockets.iterdir()
+    sockets.chmod(0o2750)
+    for path in (sockets, entry):
+        os.chown(path, -1, group)
