@@ -142,7 +142,7 @@ class CoordinatorActor:
 
     def shards_up(self) -> int:
         """Returns the number of shards whose whole inventory has been received."""
-        return self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.state.members.all()))
+        return self._host.inspect(lambda: sum(m.joined for m in self._host.core.state.members.all()))
 
     def trouble(self) -> dict[str, str]:
         """Returns by shard why it is without one of its tiers, or with a smaller one; {} if all are as configured."""

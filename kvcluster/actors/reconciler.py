@@ -95,8 +95,7 @@ class Reconciler:
         return seen
 
     def wait_until_up(self) -> None:
-        """Waits until every shard that exists has reported its whole inventory. Raises KVClusterError after a
-        minute."""
+        """Waits until every shard that exists is up. Raises KVClusterError after a minute."""
         give_up = self._clock() + _START_S
         while call(self.coordinator.shards_up) < len(self.shards):
             if self._clock() > give_up:

@@ -161,11 +161,8 @@ class InProcessHosts:
 
     def _all_up(self) -> bool:
         core = self.running_coordinator().core
-        up = {member.info.shard: member.info.epoch for member in core.state.members.all() if member.cursor.current}
-        now = time.monotonic_ns()
-        return not core.rebuilding and all(
-            up.get(shard) == host.core.epoch and host.core.state.member(now) for shard, host in self.shards.items()
-        )
+        up = {member.info.shard: member.info.epoch for member in core.state.members.all() if member.joined}
+        return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self.shards.items())
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         host = self.running_coordinator()

@@ -64,7 +64,7 @@ class Served:
         self._back.start()
         self._tcp.start()
         self._shard.start(self._offers)
-        eventually(lambda: any(member.cursor.current for member in self._coordinator.core.state.members.all()))
+        eventually(lambda: any(member.joined for member in self._coordinator.core.state.members.all()))
         return self
 
     def __exit__(self, *error: object) -> None:

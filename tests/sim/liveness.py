@@ -68,7 +68,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
         member = coordinator.core.state.members.get(shard.shard)
         require(member is not None, f"{shard.shard} is not known")
         assert member is not None
-        require(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
+        require(member.info.epoch == shard.core.epoch and member.joined, f"{shard.shard} is not up")
         require(shard.core.state.member(shard.now()), f"{shard.shard} has no coordinator")
         # A report that was lost before the healing is awaited for longer than a shard may be silent.
         silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
@@ -167,7 +167,7 @@ def _all_is_told(world: SimulatedWorld) -> Script:
     """Waits until the index is what the shards hold, and no shard is sending its inventory. The last load may have had
     pages promoted, and others evicted for them: a load that is granted these misses, or gets less than there is."""
     for _ in range(_LOOKS):
-        current = all(member.cursor.current for member in world.coordinator.core.state.members.all())
+        current = all(member.joined for member in world.coordinator.core.state.members.all())
         if current and _told(world) == _held(world):
             return
         yield None, _LOOK_NS
