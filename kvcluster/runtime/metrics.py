@@ -53,7 +53,9 @@ COORDINATOR_METRICS: Mapping[str, Metric] = {
         _COUNTER, "Pages that shards reported, by what became of them.", ("event",)
     ),
     "kvcluster_purged_blocks_total": Metric(_COUNTER, "Blocks that a purge or clear has removed."),
-    "kvcluster_lost_shards_total": Metric(_COUNTER, "Shards that stopped reporting."),
+    "kvcluster_lost_shards_total": Metric(
+        _COUNTER, "Shards that stopped reporting, without those that were told to stop."
+    ),
     "kvcluster_restarted_shards_total": Metric(
         _COUNTER, "Shards that started again without having been drained, since the coordinator started."
     ),

@@ -21,8 +21,8 @@ from kvcluster.transport.rpc import identity
 from kvcluster.wire.methods import COORDINATOR
 from tests.actors.conftest import QUICK
 from tests.actors.worker import SPEC, kv, tokens
+from tests.deploy.alert_rules import RULES, rules
 from tests.deploy.programs import programs
-from tests.deploy.test_alerts import RULES, rules
 from tests.ports import free_port
 from tests.waiting import eventually
 

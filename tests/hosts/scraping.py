@@ -18,7 +18,7 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 from kvcluster.runtime.metrics import METRICS, MetricKind
-from tests.deploy.test_alerts import RULES
+from tests.deploy.alert_rules import RULES
 from tests.hosts.hosts import ROOT, Cluster
 
 DOCUMENT = ROOT / "docs" / "metrics.md"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from kvcluster.runtime.metrics import METRICS
-from tests.deploy.test_alerts import RULES, rules
+from tests.deploy.alert_rules import RULES, rules
 from tests.hosts.causes import CAUSES
 from tests.hosts.scraping import printed_files, printed_metrics_settings, quick_rules
 

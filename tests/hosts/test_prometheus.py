@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvcluster.runtime.metrics import METRICS
+from tests.deploy.alert_rules import rules
 from tests.deploy.programs import programs
-from tests.deploy.test_alerts import rules
 from tests.hosts.causes import CAUSES, Cause
 from tests.hosts.metered import NODES, MeteredCluster
 from tests.hosts.netns import missing

@@ -16,6 +16,7 @@ from kvcluster.engines.vllm import KVClusterConnector
 from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
 from kvcluster.engines.vllm.stats import DESCRIBED, LEAST_TOKENS, PrefillRate, Stats, TransferStats
 from kvcluster.engines.vllm.step_metadata import LoadReport, Step, StepReport
+from kvcluster.transport.base import Unavailable
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK, engine_config
 from tests.vllm.conftest import Bench
@@ -49,13 +50,15 @@ def test_a_reason_is_kept_whichever_rank_tells_it() -> None:
 
 def test_everything_else_is_added_up() -> None:
     one = StepReport(5, drained=Counter({1: 1}), stored=2, store_bytes=30, dropped=1, store_misses=Counter({"full": 1}))
-    one.merge(
-        StepReport(4, drained=Counter({1: 1, 2: 1}), stored=1, store_bytes=4, store_misses=Counter({"full": 2, "x": 1}))
-    )
+    one.opened_breakers = 1
+    other = StepReport(4, drained=Counter({1: 1, 2: 1}), stored=1, store_bytes=4, opened_breakers=2)
+    other.store_misses.update({"full": 2, "x": 1})
+    one.merge(other)
     assert one.step == 4
     assert one.drained == {1: 2, 2: 1}
     assert (one.stored, one.store_bytes, one.dropped) == (3, 34, 1)
     assert one.store_misses == {"full": 3, "x": 1}
+    assert one.opened_breakers == 3
 
 
 @pytest.mark.parametrize(
@@ -67,6 +70,7 @@ def test_everything_else_is_added_up() -> None:
         (StepReport(7, stored=1), True),
         (StepReport(7, dropped=1), True),
         (StepReport(7, store_misses=Counter({"full": 1})), True),
+        (StepReport(7, opened_breakers=1), True),
     ],
 )
 def test_a_report_knows_whether_it_says_anything(report: StepReport, says: bool) -> None:
@@ -95,7 +99,9 @@ def test_orders_and_reports_travel_between_processes() -> None:
 def test_every_count_has_a_description() -> None:
     stats = Stats()
     stats.loaded(load(miss=LOST))
-    stats.stored(StepReport(1, stored=1, store_bytes=1, dropped=1, store_misses=Counter({"full": 1})))
+    stats.reported(
+        StepReport(1, stored=1, store_bytes=1, dropped=1, store_misses=Counter({"full": 1}), opened_breakers=1)
+    )
     assert set(stats.take()) == set(DESCRIBED)
 
 
@@ -103,7 +109,9 @@ def test_counts_are_taken_once() -> None:
     stats = Stats()
     stats.loaded(load(nbytes=10, took_ns=S))
     stats.loaded(load(nbytes=5, took_ns=S // 2, miss=LOST))
-    stats.stored(StepReport(1, stored=2, store_bytes=8, dropped=1, store_misses=Counter({"full": 2, "x": 1})))
+    stats.reported(
+        StepReport(1, stored=2, store_bytes=8, dropped=1, store_misses=Counter({"full": 2, "x": 1}), opened_breakers=2)
+    )
     assert stats.take() == {
         "loads": 2,
         "loaded_bytes": 15,
@@ -113,6 +121,7 @@ def test_counts_are_taken_once() -> None:
         "store_bytes": 8,
         "dropped_stores": 1,
         "failed_stores": 3,
+        "opened_breakers": 2,
     }
     assert stats.take() == {}
 
@@ -174,6 +183,28 @@ def test_what_an_engine_does_is_counted_as_it_is(bench: Bench, llama: Path) -> N
         "loads": 0,
     }
     assert (other.counts["loads"], other.counts["loaded_bytes"], other.counts["stored_pages"]) == (1, 6 * page, 0)
+
+
+def test_a_breaker_that_opens_in_a_rank_is_counted_by_its_engine(bench: Bench, llama: Path) -> None:
+    one, other = bench.engine(llama, BESIDE), bench.engine(llama, BESIDE)
+    prompts = [prompt(3, seed=seed, block_tokens=BLOCK, rest=2) for seed in range(4)]
+    for number, tokens in enumerate(prompts):
+        one.add(str(number), tokens)
+    one.run()
+    one.drain()
+
+    def fail() -> None:
+        raise Unavailable(LOST)
+
+    bench.steps.read = fail
+    counted = []
+    for number, tokens in enumerate(prompts):
+        other.add(str(number), tokens)
+        other.run()
+        counted.append(other.counts["opened_breakers"])
+    assert counted[:3] == [0, 0, 1], "three failures open it"
+    assert counted[3] in (1, 2), "it may have tried the shard again by then"
+    assert other.counts["failed_loads"] == 4 and one.counts["opened_breakers"] == 0
 
 
 # -------------------------------------------------------------------------------------------------- prefill's rate

@@ -253,7 +253,7 @@ class SchedulerSide:
             drained = self._planner.drain(number, ranks)
             if drained is not None and drained in self._requests:
                 self._requests[drained].orders.discard(number)
-        self.stats.stored(report)
+        self.stats.reported(report)
         if report.off:  # a rank can move nothing any more, so nothing is asked for
             self._loads = self._stores = False
 

@@ -29,6 +29,7 @@ DESCRIBED = {
     "store_bytes": "Bytes that were transferred for stores.",
     "dropped_stores": "Stores that were cancelled because the engine needed their blocks.",
     "failed_stores": "Stores that the cluster did not accept.",
+    "opened_breakers": "Times that a rank stopped asking a shard whose calls had failed, or tried it again in vain.",
 }
 """Every count and its description."""
 
@@ -45,11 +46,13 @@ class Stats:
         self._counts["load_seconds"] += load.took_ns / 1e9  # type: ignore[assignment]
         self._counts["failed_loads"] += load.miss is not None
 
-    def stored(self, report: StepReport) -> None:
+    def reported(self, report: StepReport) -> None:
+        """Adds what the workers report of their stores and of their circuit breakers."""
         self._counts["stored_pages"] += report.stored
         self._counts["store_bytes"] += report.store_bytes
         self._counts["dropped_stores"] += report.dropped
         self._counts["failed_stores"] += sum(report.store_misses.values())
+        self._counts["opened_breakers"] += report.opened_breakers
 
     def take(self) -> dict[str, float]:
         """Returns the counts so far without zeros, and resets them."""

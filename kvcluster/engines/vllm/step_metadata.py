@@ -106,7 +106,8 @@ class StepReport:
     `drained` counts for each store order the ranks that no longer read its source. `stored` and `store_bytes` are pages
     that this engine stored and that became READY, and the bytes transferred for them. `dropped` counts stores that were
     cancelled because their source was given to a new owner; `store_misses` counts the reasons of other failed stores.
-    `off` is the reason why the rank can load and store nothing any more; "" while it can.
+    `opened_breakers` counts how often a rank stopped asking a shard, or tried it again in vain. `off` is the reason why
+    the rank can load and store nothing any more; "" while it can.
     """
 
     step: int = 0
@@ -116,6 +117,7 @@ class StepReport:
     store_bytes: int = 0
     dropped: int = 0
     store_misses: Counter[str] = field(default_factory=Counter)
+    opened_breakers: int = 0
     off: str = ""
 
     def refused(self, order: StoreOrder, why: str) -> None:
@@ -129,6 +131,7 @@ class StepReport:
         for request, load in other.loads.items():
             mine = self.loads.get(request)
             self.loads[request] = load if mine is None else mine.with_others(load)
+        self.opened_breakers += other.opened_breakers
         self.off = self.off or other.off
         self.add_stores(other)
 
@@ -141,4 +144,5 @@ class StepReport:
         self.store_misses += other.store_misses
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.drained or self.stored or self.dropped or self.store_misses or self.off)
+        stores = self.drained or self.stored or self.dropped or self.store_misses
+        return bool(self.loads or stores or self.opened_breakers or self.off)

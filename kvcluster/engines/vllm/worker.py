@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import kvcluster.engines.vllm.compat as compat
+from kvcluster.client.client import Client
 from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
@@ -121,6 +122,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
         self._received: set[str] = set()
+        self._openings: tuple[Client | None, int] = (None, 0)  # reported so far, of the client of the last report
         self._report = StepReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -218,7 +220,15 @@ class WorkerSide:
         """Returns the report since the last call."""
         report, self._report = self._report, StepReport(step=self._report.step)
         self._off = report.off = self._off or self._stores.failed
+        report.opened_breakers = self._new_openings()
         return report
+
+    def _new_openings(self) -> int:
+        """Returns how often a breaker of the present client has opened since the last report."""
+        client, (counted, before) = self._registration.client, self._openings
+        now = 0 if client is None else client.shard_connections.openings()
+        self._openings = client, now
+        return now - (before if client is counted else 0)
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Waits until no transfer is under way. Returns whether none is."""
