@@ -55,7 +55,7 @@ _HOST_PORT: Schema = {"type": "string", "pattern": r"^([^:\s]+:[0-9]{1,5})?$"}
 _LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 
 _RULES: dict[str, Schema] = {
-    "mode": {"enum": ["cluster", "sidecar", "join"]},
+    "mode": {"enum": ["cluster", "sidecar", "node-local", "join"]},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "image.command": {"type": "array", "items": {"type": "string"}, "minItems": 1},
@@ -88,6 +88,13 @@ _RULES: dict[str, Schema] = {
     "redis.storage.size": QUANTITY,
     "redis.runAsUser": _USER,
     "sidecar.engineGraceSeconds": _COUNT,
+    "nodeLocal.expectedNodes": {"type": "integer", "minimum": 1},
+    "nodeLocal.maxUnavailable": {
+        "anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": "^[1-9][0-9]?%$"}]
+    },
+    "nodeLocal.group": {"type": "integer", "minimum": 1},
+    "nodeLocal.hostPath.path": {"type": "string", "pattern": "^(/[^/]+)*$"},
+    "nodeLocal.csi": {"type": "object"},
     "join.address": _HOST_PORT,
     "join.headSelector": _LABELS,
     "networkPolicy.dnsPorts": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65_535}},

@@ -33,6 +33,7 @@ _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,39}")
 _WORKER_PORTS = 16
+_LEAST_NODE_TIMEOUT_MS, _MOST_NODE_TIMEOUT_MS = 8_000, 600_000
 _MAY_BE_ZERO = ("deadline_ms", "hold_ms", "store_wait_ms", "volume_wait_ms", "stop_ms")
 
 _Rule = tuple[bool, str]
@@ -178,10 +179,19 @@ def _ray_rules(config: Config) -> Iterator[_Rule]:
         f"ray.worker_ports must be a range of at least {_WORKER_PORTS} ports: Ray keeps some in reserve",
     )
     yield (
+        _LEAST_NODE_TIMEOUT_MS <= ray.node_timeout_ms <= _MOST_NODE_TIMEOUT_MS,
+        f"ray.node_timeout_ms must be between {_LEAST_NODE_TIMEOUT_MS} and {_MOST_NODE_TIMEOUT_MS}: a busy node may be "
+        "silent for some seconds, and a lost one is to be replaced",
+    )
+    yield (
         not ray.redis or ray.redis.rpartition(":")[2].isdigit(),
         f"ray.redis must be HOST:PORT, not {ray.redis!r}",
     )
     secret = server.secret_file
+    yield (
+        not ray.redis_password_from_secret or bool(ray.redis and secret and not ray.redis_password_file),
+        "ray.redis_password_from_secret needs ray.redis and server.secret_file, and no ray.redis_password_file",
+    )
     yield (
         not secret or os.path.isabs(secret),
         f"server.secret_file must be an absolute path, the same on each node, not {secret!r}",
@@ -209,6 +219,8 @@ def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
 
 def _transport_rules(config: Config) -> Iterator[_Rule]:
     yield "grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"
+    for prefix, path in (("server", config.server.socket_dir), ("client", config.client.socket_dir)):
+        yield not path or path.startswith("/"), f"{prefix}.socket_dir must be an absolute path, not {path!r}"
     yield bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"
     for prefix, names in (("server", config.server.transports), ("client", config.client.transports)):
         for name in names:

@@ -149,7 +149,10 @@ class ServerConfig:
     Without a `token_file` the only tenant is `default`, and `host` must be a loopback address unless `insecure` is set.
     `secret_file`: the secret with which the nodes and actors of the cluster authenticate one another, the same file on
     each node; "" keeps the cluster on this machine, with a secret of its own.
-    `transports`: those that a shard serves; they must include grpc, which carries control."""
+    `transports`: those that a shard serves; they must include grpc, which carries control.
+    `socket_dir`: the directory, by its absolute path, in which a shard's local socket lies, over which it hands its
+    memory to workers of its node that have the directory too; "" for an abstract name, which only processes of the
+    shard's user in its network namespace reach. Others must not be able to write there."""
 
     host: str = "127.0.0.1"
     port: int = 7070
@@ -161,6 +164,7 @@ class ServerConfig:
     insecure: bool = False
     threads: int = 16
     transports: tuple[str, ...] = TRANSPORTS
+    socket_dir: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +206,20 @@ class RayConfig:
 
     `port`: of the head. `node_ports`: a range of NODE_PORTS ports for the processes that Ray has on each node.
     `worker_ports`: a range for the actors, one port each, and some that Ray keeps in reserve.
+    `node_timeout_ms`: how long a node may be silent, as behind a link that is cut, before the head gives it up and its
+    shards start elsewhere, empty. Until then its shards keep their pages, and serve them again when it is back. A node
+    whose processes end is given up within seconds.
     `redis`: HOST:PORT of a Redis that keeps the head's state, so that the cluster survives the loss of the head's node;
-    "" for none. `redis_password_file`: holds its password."""
+    "" for none. `redis_password_file`: holds its password; or, with `redis_password_from_secret`, it is derived from
+    `server.secret_file` (docs/operations.md)."""
 
     port: int = 6379
     node_ports: str = "6380-6387"
     worker_ports: str = "10002-10129"
+    node_timeout_ms: int = 150_000
     redis: str = ""
     redis_password_file: str = ""
+    redis_password_from_secret: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +234,8 @@ class ClientConfig:
     `store_wait_ms`: the time that a store may wait for room.
     `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
     `transports`: those that may move pages, whichever others a shard offers.
+    `socket_dir`: the directory in which shards of this node have their local sockets (server.socket_dir); "" for that
+    in the environment variable KVCLUSTER_SOCKET_DIR.
     `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
     `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
     do not wait for their stores.
@@ -239,6 +251,7 @@ class ClientConfig:
     breaker_ms: int = 500
     accept: str = "q4"
     transports: tuple[str, ...] = TRANSPORTS
+    socket_dir: str = ""
     store_niceness: int = 0
     resident_bytes: int | str = 2**30
     device_staging_bytes: int | str = 0

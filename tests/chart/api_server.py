@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 KINDS = (
     *(Kind("v1", f"{kind.lower()}s", kind) for kind in ("ConfigMap", "Secret", "Service", "ServiceAccount", "Pod")),
-    *(Kind("apps/v1", f"{kind.lower()}s", kind) for kind in ("StatefulSet", "Deployment")),
+    *(Kind("apps/v1", f"{kind.lower()}s", kind) for kind in ("StatefulSet", "DaemonSet", "Deployment")),
     Kind("networking.k8s.io/v1", "networkpolicies", "NetworkPolicy"),
     Kind("policy/v1", "poddisruptionbudgets", "PodDisruptionBudget"),
     *(
@@ -143,7 +143,7 @@ def _check_unchanged(new: Object, old: Object | None) -> None:
     fixed: set[str] = set()
     if new["kind"] == "StatefulSet":
         fixed = (before.keys() | after.keys()) - _SET_SPEC_MAY_CHANGE
-    elif new["kind"] == "Deployment":
+    elif new["kind"] in ("DaemonSet", "Deployment"):
         fixed = {"selector"}
     elif new["kind"] == "Service":
         fixed = {"clusterIP"}

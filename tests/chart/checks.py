@@ -29,6 +29,7 @@ from tests.chart.program import (
 )
 from tests.chart.released import Object, PodTemplate, Release, ours
 from tests.chart.security import restricted
+from tests.deploy.alert_rules import RELEASE, rules, selectors
 
 REDIS_PORT = 6379
 _SIDECAR: dict[str, Any] = yaml.safe_load((ROOT / "helm/kvcluster/values.yaml").read_text(encoding="utf-8"))["sidecar"]
@@ -196,7 +197,7 @@ def the_advertised_name_is_a_service(release: Release) -> None:
     name = f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc"
     assert release.config.server.advertise in (name, f"{name}.cluster.local")
     assert service["spec"]["publishNotReadyAddresses"] is True
-    if release.config.ray.redis and not release.values["redis"].get("address"):
+    if release.config.ray.redis and not release.values.get("redis", {}).get("address"):
         host, _, port = release.config.ray.redis.rpartition(":")
         redis = release.one("Service", "-redis")["metadata"]["name"]
         assert host.startswith(f"{redis}.") and int(port) == REDIS_PORT
@@ -207,7 +208,7 @@ def selectors_match_pods(release: Release) -> None:
         assert _selected(release, each["spec"]["podSelector"]["matchLabels"]), each["metadata"]["name"]
     for each in release.of("PodDisruptionBudget", "PodMonitor"):
         assert _selected(release, each["spec"]["selector"]["matchLabels"]), each["metadata"]["name"]
-    for each in release.of("StatefulSet", "Deployment"):
+    for each in release.of("StatefulSet", "DaemonSet", "Deployment"):
         labels = each["spec"]["template"]["metadata"]["labels"]
         selector = each["spec"]["selector"]["matchLabels"]
         assert selector.items() <= labels.items()
@@ -262,10 +263,13 @@ def mounts_exist(release: Release) -> None:
 
 def rules_and_dashboards_name_metrics_that_exist(release: Release) -> None:
     for rule in release.of("PrometheusRule"):
-        source = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text(encoding="utf-8"))
-        assert rule["spec"] == source
-        for each in (rule for group in rule["spec"]["groups"] for rule in group["rules"]):
-            assert (metrics_in(each["expr"]) <= METRICS.keys() and metrics_in(each["expr"])) or "up{" in each["expr"]
+        (group,) = rule["spec"]["groups"]
+        for each, source in zip(group["rules"], rules(), strict=True):
+            assert any_release(each) == any_release(source)
+            assert metrics_in(each["expr"]) <= METRICS.keys()
+            named = [one.labels[RELEASE] for one in selectors(each["expr"])]
+            asked = [one.labels[RELEASE] for one in selectors(source["expr"])]
+            assert named == [("=", _name(rule)) if how == ("=~", ".*") else ("=~", f"|{_name(rule)}") for how in asked]
     for board in [each for each in release.of("ConfigMap") if each["metadata"]["name"].endswith("-dashboard")]:
         for name, text in board["data"].items():
             assert json.loads(text) == json.loads((ROOT / "deploy/grafana" / name).read_text(encoding="utf-8"))
@@ -278,7 +282,20 @@ def monitors_name_ports_and_the_job_of_the_rules(release: Release) -> None:
         spec = monitor["spec"]
         for endpoint in spec.get("podMetricsEndpoints", spec.get("endpoints")):
             assert endpoint["port"] in served and endpoint["path"] in served_paths()
-            assert {"action": "replace", "targetLabel": "job", "replacement": "kvcluster"} in endpoint["relabelings"]
+            labels = {"job": "kvcluster", RELEASE: _name(monitor)}
+            assert endpoint["relabelings"] == [
+                {"action": "replace", "targetLabel": label, "replacement": value} for label, value in labels.items()
+            ]
+
+
+def any_release(rule: Object) -> Object:
+    """Returns a rule of alerts without the values by which its selectors choose a release."""
+    return {**rule, "expr": re.sub(rf'({RELEASE}=)~?"[^"]*"', r"\1", rule["expr"])}
+
+
+def _name(each: Object) -> str:
+    """What tells the release of an object from others in one Prometheus."""
+    return f"{each['metadata']['namespace']}/{each['metadata']['labels']['app.kubernetes.io/instance']}"
 
 
 def the_connection_is_what_the_connector_reads(release: Release) -> None:

@@ -57,7 +57,7 @@ class Release:
     def pods(self) -> list[PodTemplate]:
         """The pods of every controller, and an engine's pod with the sidecar's patch."""
         found = []
-        for each in self.of("StatefulSet", "Deployment"):
+        for each in self.of("StatefulSet", "DaemonSet", "Deployment"):
             spec = each["spec"]
             claims = tuple(claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", []))
             template = spec["template"]

@@ -91,6 +91,18 @@ WRONG: list[tuple[str, Callable[[Release], None], Change]] = [
     ),
     (
         "monitoring",
+        checks.rules_and_dashboards_name_metrics_that_exist,
+        lambda o: o["PrometheusRule/cache-kvcluster"]["spec"]["groups"][0]["rules"][0].update(
+            expr='up{job="kvcluster", kvcluster_release="llm/other"} == 0'
+        ),
+    ),
+    (
+        "monitoring",
+        checks.monitors_name_ports_and_the_job_of_the_rules,
+        lambda o: o["PodMonitor/cache-kvcluster"]["spec"]["podMetricsEndpoints"][1]["relabelings"].pop(),
+    ),
+    (
+        "monitoring",
         checks.monitors_name_ports_and_the_job_of_the_rules,
         lambda o: o["PodMonitor/cache-kvcluster"]["spec"]["podMetricsEndpoints"][0].update(port="metrics"),
     ),

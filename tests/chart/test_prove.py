@@ -188,7 +188,7 @@ def test_the_secrets_have_what_the_pods_mount(good: Run) -> None:
         if "secret" in volume
         for item in volume["secret"]["items"]
     ]
-    assert {key for _, key in mounted} == {"secret", "tokens", "redis-password"}
+    assert {key for _, key in mounted} == {"secret", "tokens"}
     for name, key in mounted:
         assert len(good.cluster.secrets[name][key].strip()) >= 32
     token = good.cluster.secrets["prove-tokens"]["token"].decode()

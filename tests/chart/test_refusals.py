@@ -10,6 +10,7 @@ import pytest
 from tests.chart.rendering import RenderError, render, values_of
 
 _JOIN = values_of("join")
+_NODE_LOCAL = {"mode": "node-local"}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -49,6 +50,9 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("image.digest", "latest"),
         ("runAsUser", 0),
         ("join.address", "no-port"),
+        ("nodeLocal.hostPath.path", "run/kvcluster"),
+        ("nodeLocal.maxUnavailable", 0),
+        ("nodeLocal.group", 0),
         ("groups", {"Big_One": {}}),
     ],
 )
@@ -86,12 +90,12 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
         ({"shards": {"podDisruptionBudget": {"minAvailable": 1}}}, "podDisruptionBudget takes one of"),
         ({"groups": {"head": {}}}, "groups.head: this name is taken"),
         ({"fullnameOverride": "a" * 30, "groups": {"b" * 20: {}}, "nameOverride": ""}, None),
-        ({"redis": {"enabled": True, "address": "redis:6379"}}, "redis.enabled and redis.address exclude"),
         ({"config": {"server": {"host": "10.0.0.1"}}}, "config.server.host is derived by the chart"),
         ({"config": {"server": {"token_file": "/t"}}}, "config.server.token_file .*set auth.secretName"),
         ({"config": {"name": "x"}}, "config.name is derived by the chart: set fullnameOverride"),
         ({"config": {"groups": {}}}, "config.groups is derived by the chart: set groups"),
         ({"config": {"shard": {"disk_dir": "/d"}}}, "config.shard.disk_dir is derived"),
+        ({"config": {"ray": {"redis_password_from_secret": True}}}, "leave redis.secretName empty"),
         ({"config": {"ray": {"redis": "r:1"}}}, "config.ray.redis .*set redis.enabled or redis.address"),
         ({"config": {"metrics": {"port": 0}}}, "the port of metrics must be a fixed one"),
         ({"config": {"server": {"shard_ports": "0"}}}, "no range of ports"),
@@ -103,12 +107,25 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
         ({**_JOIN, "join": {**_JOIN["join"], "headSelector": {}}}, "mode join needs join.headSelector"),
         ({**_JOIN, "join": {**_JOIN["join"], "tokenSecretName": ""}}, "join.tokenSecretName.*allowUnauthenticatedRay"),
         ({**_JOIN, "auth": {"severalTenants": True}}, "auth.severalTenants in mode join.*join.allowSeveralTenants"),
-        ({**_JOIN, "redis": {"enabled": True}}, "redis is of the cluster's own Ray"),
+        ({**_JOIN, "redis": {"address": "redis:6379"}}, "redis.address is of the cluster's own Ray"),
         ({**_JOIN, "mode": "cluster"}, "join.address and join.tokenSecretName need mode join, not cluster"),
         ({"monitoring": {"podMonitor": True, "serviceMonitor": True}}, "podMonitor and .*serviceMonitor exclude"),
         (
             {"mode": "sidecar", "config": {"shard": {"host_bytes": "1GiB", "disk_bytes": "1GiB"}}},
             "disk_bytes in mode sidecar",
+        ),
+        (
+            {**_NODE_LOCAL, "config": {"shard": {"host_bytes": "1GiB", "disk_bytes": "1GiB"}}},
+            "disk_bytes in mode node-local",
+        ),
+        ({**_NODE_LOCAL, "auth": {"severalTenants": True}}, "severalTenants in mode node-local.*a release for each"),
+        ({**_NODE_LOCAL, "runAsUser": None}, "nodeLocal.hostPath.prepare needs runAsUser"),
+        ({**_NODE_LOCAL, "nodeLocal": {"csi": {"readOnly": True}}}, "nodeLocal.csi needs driver"),
+        ({**_NODE_LOCAL, "shards": {"updateStrategy": {"partition": 1}}}, "partition in mode node-local"),
+        ({**_NODE_LOCAL, "config": {"server": {"socket_dir": "/run"}}}, "config.server.socket_dir is derived"),
+        (
+            {**_NODE_LOCAL, "nodeLocal": {"expectedNodes": 900}, "config": {"shard": {"ram_bytes": "40GiB"}}},
+            "limits.memory is 2Gi, and the index of all blocks",
         ),
     ],
 )

@@ -14,7 +14,7 @@ from tests.chart.rendering import values_of
 
 _GROUPS = {"groups": {"big": {"shard": {"ram_bytes": "2GiB"}}, "small": {}}}
 _DISK = {"shards": {"shard": {"host_bytes": "1GiB", "disk_bytes": "10GiB"}}}
-_REDIS = {"redis": {"enabled": True}}
+_NO_REDIS = {"redis": {"enabled": False}}
 ALL = {"head", "big", "small"}
 Values = dict[str, Any]
 
@@ -51,15 +51,15 @@ def templates(server: ApiServer) -> dict[str, str]:
     ("change", "pods"),
     [
         ({"image": {"tag": "next"}}, ALL),
-        ({"auth": {"revision": "2"}}, ALL),
+        ({"auth": {"revision": "2"}}, {*ALL, "redis"}),
         ({"groups": {"big": {"shard": {"ram_bytes": "3GiB"}}}}, {"big"}),
         ({"config": {"shard": {"ram_bytes": "512MiB"}}}, {"small"}),
         ({"config": {"shard": {"lease_ttl_ms": 9000}}}, {"big", "small"}),
         ({"groups": {"big": {"replicas": 5}}}, set()),
         ({"groups": {"new": {}}}, set()),
-        ({"config": {"coordinator": {"hot_loads": 64}}}, set()),
+        ({"config": {"coordinator": {"hot_loads": 64}}}, {"head"}),
         ({"config": {"client": {"deadline_ms": 500}}}, set()),
-        ({"config": {"log": {"format": "text"}}}, {"big", "small"}),
+        ({"config": {"log": {"format": "text"}}}, {"head", "big", "small"}),
         ({"networkPolicy": {"enabled": False}}, set()),
         ({"monitoring": {"enabled": True}}, set()),
         ({"commonLabels": {"team": "inference"}}, set()),
@@ -77,10 +77,10 @@ def test_an_upgrade_replaces_only_what_must_start_again(change: Values, pods: se
 @pytest.mark.parametrize(
     ("extra", "restarts"),
     [
-        (_REDIS, True),
-        ({"head": {"restartOnConfigChange": True}}, True),
-        ({}, False),
-        ({**_REDIS, "head": {"restartOnConfigChange": False}}, False),
+        ({}, True),
+        ({**_NO_REDIS, "head": {"restartOnConfigChange": True}}, True),
+        (_NO_REDIS, False),
+        ({"head": {"restartOnConfigChange": False}}, False),
     ],
 )
 def test_the_coordinators_settings_replace_the_head_where_nothing_is_lost_by_it(extra: Values, restarts: bool) -> None:

@@ -3,6 +3,8 @@ GKE and EKS, a chart above this one, extra objects in pods. All are rendered by 
 
 from __future__ import annotations
 
+import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvcluster.runtime.private_files import derived_password
 from tests.chart.api_server import ApiServer
 from tests.chart.checks import (
     memory_is_what_the_program_asks_for,
@@ -20,7 +23,7 @@ from tests.chart.checks import (
 )
 from tests.chart.helm import CHART, Helm
 from tests.chart.released import Object, Release, ours
-from tests.chart.rendering import RenderError, render, values_of
+from tests.chart.rendering import RenderError, installed, render, values_of
 from tests.chart.schemas import check_schema
 
 Values = dict[str, Any]
@@ -29,7 +32,7 @@ DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="ut
 REFUSED = "missing propert"
 """What Helm says of a value that is null and may not be."""
 
-OPENSHIFT: Values = {"runAsUser": None, "runAsGroup": None, "redis": {"enabled": True, "runAsUser": None}}
+OPENSHIFT: Values = {"runAsUser": None, "runAsGroup": None, "redis": {"runAsUser": None}}
 CONTAINER = {"name": "agent", "image": "agent:1", "volumeMounts": [{"name": "more", "mountPath": "/more"}]}
 EXTRA = {
     "podLabels": {"team": "search"},
@@ -44,7 +47,7 @@ SETS: dict[str, Values] = {
     "an autoscaler sets the replicas": {"shards": {"replicas": None}},
     "of one group an autoscaler sets the replicas": {"groups": {"a": {"replicas": None}, "b": {}}},
     "OpenShift": OPENSHIFT,
-    "OpenShift, engines with a sidecar": {"mode": "sidecar", "runAsUser": None, "runAsGroup": None},
+    "OpenShift, engines with a sidecar": {**OPENSHIFT, "mode": "sidecar"},
     "OpenShift, in a RayCluster": {**values_of("join"), "runAsUser": None, "runAsGroup": None},
     "GKE Autopilot": {
         "shards": {
@@ -98,7 +101,6 @@ SETS: dict[str, Values] = {
     "another registry and a digest": {
         "global": {"imageRegistry": "registry.example", "imagePullSecrets": [{"name": "pull"}]},
         "image": {"repository": "ghcr.io/kv/kvcluster", "digest": "sha256:" + "0" * 64},
-        "redis": {"enabled": True},
     },
     "a condition of the chart above": {"enabled": True},
     "budgets that hold nodes": {
@@ -106,12 +108,12 @@ SETS: dict[str, Values] = {
         "shards": {
             "podDisruptionBudget": {"maxUnavailable": None, "minAvailable": 2, "unhealthyPodEvictionPolicy": ""}
         },
-        "redis": {"enabled": True, "podDisruptionBudget": {"maxUnavailable": 0}},
+        "redis": {"podDisruptionBudget": {"maxUnavailable": 0}},
     },
     "no budgets": {
         "head": {"podDisruptionBudget": {"enabled": False}},
         "shards": {"podDisruptionBudget": {"enabled": False}},
-        "redis": {"enabled": True, "podDisruptionBudget": {"enabled": False}},
+        "redis": {"podDisruptionBudget": {"enabled": False}},
     },
     "no text anywhere": {
         "auth": {"secretName": None, "revision": None},
@@ -120,6 +122,10 @@ SETS: dict[str, Values] = {
         "image": {"tag": None, "digest": None},
         "head": {"priorityClassName": None, "state": {"storageClassName": None}, "nodeSelector": None},
     },
+    "no Redis": {"redis": {"enabled": False}},
+    "a Redis that is there": {"redis": {"address": "redis.example:6379"}},
+    "a Redis that is there, with a Secret of its own": {"redis": {"address": "redis.example:6379", "secretName": "r"}},
+    "a password of our own": {"redis": {"secretName": "cache-redis", "secretKey": "password"}},
     "two groups, several shards in a pod": {"groups": {"a": {"perPod": 2}, "b": {"replicas": 1}}},
     "metrics elsewhere": {"config": {"metrics": {"port": 19_400}}, "monitoring": {"enabled": True}},
 }
@@ -233,22 +239,56 @@ def test_resources_that_the_chart_does_not_know_are_passed_on() -> None:
 def test_the_registry_of_the_chart_above_replaces_that_of_every_image() -> None:
     plain, digest = rendered(SETS["another registry"]), rendered(SETS["another registry and a digest"])
     images = {each["image"] for pod in plain.pods for each in pod.containers}
-    assert all(image.startswith("registry.example:5000/mirror/kvcluster:") for image in images)
+    assert all(image.startswith("registry.example:5000/mirror/") for image in images)
     images = {each["image"] for pod in digest.pods for each in pod.containers}
-    tags = {"registry.example/kv/kvcluster@sha256:" + "0" * 64, "registry.example/" + DEFAULTS["redis"]["image"]}
-    assert images == tags
+    redis = DEFAULTS["redis"]["image"].removeprefix("docker.io/")
+    assert images == {"registry.example/kv/kvcluster@sha256:" + "0" * 64, f"registry.example/{redis}"}
     for pod in (*plain.pods, *digest.pods):
         assert pod.spec["imagePullSecrets"] == [{"name": "pull"}]
 
 
 def test_a_head_and_a_redis_have_budgets_by_which_nodes_drain() -> None:
-    budgets = {
-        each["metadata"]["name"]: each["spec"]
-        for each in rendered({"redis": {"enabled": True}}).of("PodDisruptionBudget")
-    }
+    budgets = {each["metadata"]["name"]: each["spec"] for each in rendered({}).of("PodDisruptionBudget")}
     assert budgets.keys() == {f"cache-kvcluster-{name}" for name in ("head", "redis", "shard")}
     for spec in budgets.values():
         assert spec["maxUnavailable"] == 1 and spec["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
+
+
+@pytest.mark.parametrize("secret", ["0123456789abcdef" * 4, "  spaces and\ttabs, of a file written by hand\r\n"])
+def test_the_redis_and_the_head_derive_the_same_password(secret: str, tmp_path: Path) -> None:
+    release = rendered({})
+    assert release.config.ray.redis_password_from_secret and not release.config.ray.redis_password_file
+    folders = {
+        "/etc/redis": tmp_path / "conf",
+        "/etc/redis-auth": tmp_path / "auth",
+        "/data": tmp_path,
+        "/tmp": tmp_path,
+    }
+    for folder in folders.values():
+        folder.mkdir(exist_ok=True)
+    (tmp_path / "conf" / "redis.conf").touch()
+    (tmp_path / "auth" / "secret").write_bytes(secret.encode())
+    (tmp_path / "auth" / "secret").chmod(0o600)
+    (container,) = of(release, "StatefulSet", "-redis")["spec"]["template"]["spec"]["containers"]
+    script = re.sub(r"(/etc/redis-auth|/etc/redis|/data|/tmp)\b", lambda at: str(folders[at[1]]), container["args"][0])
+    script = script.replace("exec valkey-server", "cat")
+    done = subprocess.run([*container["command"], script], check=True, capture_output=True, text=True)
+    assert done.stdout == f'requirepass "{derived_password(str(tmp_path / "auth" / "secret"))}"\n'
+
+
+def test_no_redis_of_ours_runs_where_there_is_another() -> None:
+    for values in ({"redis": {"enabled": False}}, {"redis": {"address": "r:6379"}}, values_of("join")):
+        assert not [each for each in rendered(values).objects if each["metadata"]["name"].endswith("-redis")]
+    config = rendered({"redis": {"address": "r:6379"}}).config
+    assert (config.ray.redis, config.ray.redis_password_file) == ("r:6379", "/etc/kvcluster/redis/password")
+
+
+def test_notes_say_what_an_upgrade_loses_without_redis() -> None:
+    def says(redis: Values) -> bool:
+        notes: str = installed({"redis": redis})["info"]["notes"]
+        return "every upgrade of the image, every loss of the head's pod" in notes
+
+    assert says({"enabled": False}) and not says({}) and not says({"address": "r:6379"})
 
 
 def test_two_releases_share_no_name_and_no_selector() -> None:

@@ -12,6 +12,7 @@
 {{- $server := default dict $config.server -}}
 {{- $server = merge $server (dict "report_port" 7071) -}}
 {{- $server = mergeOverwrite $server (dict "host" "0.0.0.0" "advertise" (include "kvcluster.headHost" .) "secret_file" "/etc/kvcluster/auth/secret" "token_file" "/etc/kvcluster/auth/tokens") -}}
+{{- if eq .Values.mode "node-local" }}{{ $server = merge $server (dict "socket_dir" (include "kvcluster.socketDir" .)) }}{{ end -}}
 {{- if .Values.auth.severalTenants -}}
 {{- if has "shm" (default list $server.transports) -}}
 {{- fail "config.server.transports names shm, and auth.severalTenants is true: readers of shared memory map the pages of all tenants" -}}
@@ -24,7 +25,8 @@
 {{- $_ := set $config "coordinator" (mergeOverwrite (default dict $config.coordinator) (dict "state_dir" "/var/lib/kvcluster/state")) -}}
 {{- end -}}
 {{- with include "kvcluster.redisAddress" . -}}
-{{- $_ := set $config "ray" (mergeOverwrite (default dict $config.ray) (dict "redis" . "redis_password_file" "/etc/kvcluster/redis/password")) -}}
+{{- $password := ternary (dict "redis_password_file" "/etc/kvcluster/redis/password") (dict "redis_password_from_secret" true) (ne (include "kvcluster.redisSecret" $) "") -}}
+{{- $_ := set $config "ray" (mergeOverwrite (default dict $config.ray) (dict "redis" .) $password) -}}
 {{- end -}}
 {{- $base := include "kvcluster.shardSettings" (default dict $config.shard) | fromJson -}}
 {{- if $base }}{{ $_ := set $config "shard" $base }}{{ end -}}
@@ -56,6 +58,7 @@ server.advertise: "it is the name of the head's Service"
 server.secret_file: "set auth.secretName"
 server.token_file: "set auth.secretName"
 server.insecure: "tokens are asked for"
+server.socket_dir: "set mode node-local"
 metrics.host: "pods listen on all of their addresses"
 {{- if ne .Values.mode "join" }}
 coordinator.state_dir: "set head.state.enabled"
@@ -63,6 +66,7 @@ shard.disk_dir: "it is the volume of the disk tier"
 {{- end }}
 ray.redis: "set redis.enabled or redis.address"
 ray.redis_password_file: "set redis.secretName"
+ray.redis_password_from_secret: "leave redis.secretName empty"
 {{- end -}}
 
 {{- /* A table in TOML. Of (table, path), with "" as the path of the whole. */ -}}

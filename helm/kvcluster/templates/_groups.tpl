@@ -107,6 +107,12 @@ default, so the old one wins. */ -}}
 {{- if and (gt (int64 $.gpuBytes) 0) (lt (int64 $.host) 1) -}}
 {{- fail (printf "%s.shard.gpu_bytes needs %s.shard.host_bytes: readers of other machines get copies of its pages there" $at $at) -}}
 {{- end -}}
+{{- if and (gt (int64 $.disk) 0) (eq $.root.Values.mode "node-local") -}}
+{{- fail (printf "%s.shard.disk_bytes in mode node-local: a DaemonSet's pods have no volumes of their own; use mode cluster for a disk tier" $at) -}}
+{{- end -}}
+{{- if and (gt (int64 .updateStrategy.partition) 0) (eq $.root.Values.mode "node-local") -}}
+{{- fail (printf "%s.updateStrategy.partition in mode node-local: a DaemonSet's pods have no ordinals" $at) -}}
+{{- end -}}
 {{- if and (eq $.pages "save") (lt (int64 $.disk) 1) -}}
 {{- fail (printf "%s.stop.pages is save without %s.shard.disk_bytes: there is no volume to save to" $at $at) -}}
 {{- end -}}
@@ -138,7 +144,8 @@ RAM pages take half of a block or less (docs/kubernetes.md). */ -}}
 {{- $bytes := 0 -}}
 {{- range $name, $group := fromJson (include "kvcluster.groups" .) -}}
 {{- $pods := 1 -}}
-{{- if not (kindIs "invalid" $group.replicas) }}{{ $pods = int64 $group.replicas }}{{ end -}}
+{{- if eq $.Values.mode "node-local" }}{{ $pods = int64 $.Values.nodeLocal.expectedNodes }}
+{{- else if not (kindIs "invalid" $group.replicas) }}{{ $pods = int64 $group.replicas }}{{ end -}}
 {{- $bytes = add $bytes (mul $pods (add (int64 $group.pools) (mul 2 (int64 $group.disk.bytes) (int64 $group.perPod)))) -}}
 {{- end -}}
 {{- add 805306368 (mul 400 (div $bytes $block)) -}}

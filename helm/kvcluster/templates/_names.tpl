@@ -26,6 +26,11 @@ app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 |
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- /* What tells this release from others in one Prometheus, and names it in alerts. */ -}}
+{{- define "kvcluster.releaseName" -}}
+{{ .Release.Namespace }}/{{ .Release.Name }}
+{{- end -}}
+
 {{- /* What every pod of the cluster has, those of sidecars among them: the policies let them reach one another. */ -}}
 {{- define "kvcluster.nodeLabel" -}}
 kvcluster-node: {{ include "kvcluster.fullname" . }}
@@ -86,9 +91,23 @@ place of its own. Its own is a first part with a dot or a port, or localhost. Of
 {{- end -}}
 {{- end -}}
 
+{{- /* Whether the chart runs a Redis; "" if not. In mode join the RayCluster keeps its own state. */ -}}
+{{- define "kvcluster.ownRedis" -}}
+{{- if and .Values.redis.enabled (not .Values.redis.address) (ne .Values.mode "join") }}true{{ end -}}
+{{- end -}}
+
+{{- /* The Secret with the password of the Redis; "" if the password is derived from the cluster's secret. */ -}}
+{{- define "kvcluster.redisSecret" -}}
+{{- if .Values.redis.secretName -}}
+{{ .Values.redis.secretName }}
+{{- else if .Values.redis.address -}}
+{{ include "kvcluster.authSecret" . }}
+{{- end -}}
+{{- end -}}
+
 {{- /* HOST:PORT of the Redis of the head; "" for none. */ -}}
 {{- define "kvcluster.redisAddress" -}}
-{{- if .Values.redis.enabled -}}
+{{- if include "kvcluster.ownRedis" . -}}
 {{- $name := printf "%s-redis.%s.svc" (include "kvcluster.fullname" .) .Release.Namespace -}}
 {{- with .Values.clusterDomain }}{{ printf "%s.%s:6379" $name . }}{{ else }}{{ printf "%s:6379" $name }}{{ end -}}
 {{- else -}}

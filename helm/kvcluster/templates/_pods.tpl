@@ -160,3 +160,50 @@ failureThreshold: {{ .failures }}
 {{- $own := mergeOverwrite (deepCopy (default dict $config.shard)) $group.shard -}}
 {{- dict "all" $all "own" $own "resources" $group.resources | toJson | sha256sum -}}
 {{- end -}}
+
+{{- /* Where the directory of sockets is in the pods of shards and of engines, in mode node-local. */ -}}
+{{- define "kvcluster.socketDir" -}}
+/var/run/kvcluster
+{{- end -}}
+
+{{- define "kvcluster.socketVolume" -}}
+- name: sockets
+  {{- if .Values.nodeLocal.csi }}
+  csi:
+    {{- toYaml .Values.nodeLocal.csi | nindent 4 }}
+  {{- else }}
+  hostPath:
+    path: {{ default (printf "/run/kvcluster/%s-%s" .Release.Namespace (include "kvcluster.fullname" .)) .Values.nodeLocal.hostPath.path }}
+    type: {{ ternary "DirectoryOrCreate" "Directory" .Values.nodeLocal.hostPath.prepare }}
+  {{- end }}
+{{- end -}}
+
+{{- /* Gives the directory of sockets to the shards' user and the engines' group, who may search it and not write. */ -}}
+{{- define "kvcluster.socketPreparation" -}}
+- name: prepare-sockets
+  image: {{ include "kvcluster.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [sh, -ec]
+  args:
+    - |
+      chown {{ int64 .Values.runAsUser }}:{{ int64 .Values.nodeLocal.group }} {{ include "kvcluster.socketDir" . }}
+      chmod 2750 {{ include "kvcluster.socketDir" . }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  securityContext:
+    runAsNonRoot: false
+    runAsUser: 0
+    runAsGroup: 0
+    privileged: false
+    allowPrivilegeEscalation: false
+    readOnlyRootFilesystem: true
+    capabilities:
+      drop: [ALL]
+      add: [CHOWN, FOWNER, FSETID]
+    seccompProfile:
+      type: RuntimeDefault
+  volumeMounts:
+    - name: sockets
+      mountPath: {{ include "kvcluster.socketDir" . }}
+{{- end -}}

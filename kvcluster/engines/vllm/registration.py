@@ -210,6 +210,7 @@ class Registration:
             deadline_ms=settings.load_ms,
             transports=settings.transports,
             accept=settings.accept,
+            socket_dir=settings.socket_dir,
             store_wait_ms=_STORE_WAIT_MS,
             store_niceness=_STORE_NICENESS,
         )

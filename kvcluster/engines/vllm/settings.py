@@ -35,7 +35,7 @@ class ConnectorSettings:
     GPU, the GPU's memory through which each rank loads and stores, half of it for either; each rank also takes three
     quarters as much pinned memory. `share_across_devices`: KV is shared with engines on other GPUs, and by other
     attention backends, whose bits may differ. `report`: every answer contains in `kv_transfer_params` what was loaded
-    for it, and why no more. `transports`, `accept`: as in the client's own configuration.
+    for it, and why no more. `transports`, `accept`, `socket_dir`: as in the client's own configuration.
     """
 
     mode: str = "on"
@@ -55,6 +55,7 @@ class ConnectorSettings:
     report: bool = False
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
+    socket_dir: str = ""
     trace_dir: str = str(DEFAULT_FOLDER)
     trace_bytes: int = limits.TRACE_BYTES
 

@@ -1,0 +1,85 @@
+{{- /* What an engine's pod needs to use a release of kvcluster, for the templates of the engine's own chart. Each template
+takes a dict, `.Values.kvcluster` of the engine's chart:
+
+    fullname: cache-kvcluster   # of the release: the name before `-connection` of its ConfigMap
+    tokenSecret: cache-token    # the Secret with the engine's token
+    tokenKey: token
+    nodeLocal:                  # of a release in mode node-local, as its own values have them
+      enabled: true
+      group: 10002
+      hostPath: /run/kvcluster/llm-cache-kvcluster
+      csi: {}
+
+    metadata:
+      labels:
+        {{- include "kvcluster-engine.podLabels" .Values.kvcluster | nindent 8 }}
+    spec:
+      securityContext:
+        {{- include "kvcluster-engine.podSecurityContext" .Values.kvcluster | nindent 8 }}
+      containers:
+        - name: vllm
+          env:
+            {{- include "kvcluster-engine.env" .Values.kvcluster | nindent 12 }}
+          volumeMounts:
+            {{- include "kvcluster-engine.volumeMounts" .Values.kvcluster | nindent 12 }}
+      volumes:
+        {{- include "kvcluster-engine.volumes" .Values.kvcluster | nindent 8 }}
+*/ -}}
+
+{{- /* The label by which the release's policies let the pod in. */ -}}
+{{- define "kvcluster-engine.podLabels" -}}
+kvcluster-client: "true"
+{{- end -}}
+
+{{- /* The group that may connect to the sockets of the node's shards; empty without nodeLocal. */ -}}
+{{- define "kvcluster-engine.podSecurityContext" -}}
+{{- if dig "nodeLocal" "enabled" false . -}}
+supplementalGroups: [{{ int64 (required "kvcluster.nodeLocal.group: give nodeLocal.group of the release" .nodeLocal.group) }}]
+{{- end -}}
+{{- end -}}
+
+{{- /* KV_TRANSFER_CONFIG, for `vllm serve MODEL --kv-transfer-config "$(KV_TRANSFER_CONFIG)"`, and what `kvcluster doctor`
+in the pod reads. */ -}}
+{{- define "kvcluster-engine.env" -}}
+{{- $names := list "KV_TRANSFER_CONFIG" "KVCLUSTER_ADDRESS" -}}
+{{- if dig "nodeLocal" "enabled" false . }}{{ $names = append $names "KVCLUSTER_SOCKET_DIR" }}{{ end -}}
+{{- range $name := $names }}
+- name: {{ $name }}
+  valueFrom:
+    configMapKeyRef:
+      name: {{ required "kvcluster.fullname: give the name before -connection of the ConfigMap of the release" $.fullname }}-connection
+      key: {{ $name }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvcluster-engine.volumeMounts" -}}
+- name: kvcluster-token
+  mountPath: /etc/kvcluster-token
+  readOnly: true
+{{- if dig "nodeLocal" "enabled" false . }}
+- name: kvcluster-sockets
+  mountPath: /var/run/kvcluster
+  readOnly: true
+{{- end }}
+{{- end -}}
+
+{{- define "kvcluster-engine.volumes" -}}
+- name: kvcluster-token
+  secret:
+    secretName: {{ required "kvcluster.tokenSecret: give the Secret with the engine's token" .tokenSecret }}
+    defaultMode: 0440
+    items:
+      - key: {{ default "token" .tokenKey }}
+        path: token
+{{- if dig "nodeLocal" "enabled" false . }}
+- name: kvcluster-sockets
+  {{- if .nodeLocal.csi }}
+  csi:
+    {{- toYaml (merge (dict "readOnly" true) .nodeLocal.csi) | nindent 4 }}
+  {{- else }}
+  hostPath:
+    path: {{ required "kvcluster.nodeLocal.hostPath: give the directory that the shards' pods mount, or csi" .nodeLocal.hostPath }}
+    type: Directory
+  {{- end }}
+{{- end }}
+{{- end -}}
