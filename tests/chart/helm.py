@@ -40,12 +40,12 @@ class Helm:
             action.run(self._release, str(chart), dict(values), wait=False, timeout=30, server_side_apply=True)
         )
 
-    def upgrade(self, values: Mapping[str, Any], chart: Path = CHART) -> dict[str, Any]:
-        """As `install`, of the release that is there."""
+    def upgrade(self, values: Mapping[str, Any], chart: Path = CHART, *, reuse_values: bool = False) -> dict[str, Any]:
+        """As `install`, of the release that is there. `reuse_values`: with the values of before, its defaults among
+        them, in place of the chart's."""
         action = helm_sdkpy.Upgrade(self._config)
-        return asyncio.run(
-            action.run(self._release, str(chart), dict(values), wait=False, timeout=30, server_side_apply=True)
-        )
+        how: dict[str, Any] = {"wait": False, "timeout": 30, "server_side_apply": True, "reuse_values": reuse_values}
+        return asyncio.run(action.run(self._release, str(chart), dict(values), **how))
 
     def uninstall(self) -> None:
         asyncio.run(helm_sdkpy.Uninstall(self._config).run(self._release, wait=False, timeout=30))

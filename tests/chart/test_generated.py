@@ -5,6 +5,7 @@ from __future__ import annotations
 import tarfile
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.chart.api_server import ApiServer
@@ -46,7 +47,9 @@ def test_a_package_carries_the_rules_and_dashboards_of_deploy(tmp_path: Path) ->
         assert not [each.name for each in packed if "/ci/" in each.name]
 
 
-def test_the_chart_has_the_release_of_the_program() -> None:
+@pytest.mark.parametrize("chart", [CHART, CHART.with_name("kvcluster-engine")])
+def test_the_charts_have_the_release_of_the_program(chart: Path) -> None:
     from kvcluster.release import __version__
 
-    assert yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))["appVersion"] == __version__
+    about, of_program = (yaml.safe_load((each / "Chart.yaml").read_text(encoding="utf-8")) for each in (chart, CHART))
+    assert about["appVersion"] == __version__ and about["version"] == of_program["version"]

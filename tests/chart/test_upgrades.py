@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ _GROUPS = {"groups": {"big": {"shard": {"ram_bytes": "2GiB"}}, "small": {}}}
 _DISK = {"shards": {"shard": {"host_bytes": "1GiB", "disk_bytes": "10GiB"}}}
 _NO_REDIS = {"redis": {"enabled": False}}
 ALL = {"head", "big", "small"}
+ROOT = CHART.parents[1]
 Values = dict[str, Any]
 
 
@@ -161,3 +165,27 @@ def test_the_time_to_stop_is_computed_from_bytes_and_a_rate(
         text = config["data"]["cluster.toml"]
         assert f"stop_ms = {stop_ms}" in text or "disk_dir" not in text
     assert ("copies" if pages == "drain" else "saves") in record["info"]["notes"]
+
+
+def test_values_that_an_older_chart_did_not_have_are_missed_by_name_where_its_values_are_reused(tmp_path: Path) -> None:
+    """As `helm upgrade --reuse-values` does, which the documentation does not recommend."""
+    older = tmp_path / "kvcluster"
+    shutil.copytree(CHART, older, symlinks=False)
+    values = yaml.safe_load((older / "values.yaml").read_text(encoding="utf-8"))
+    del values["nodeLocal"]
+    (older / "values.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
+    (older / "values.schema.json").unlink()
+    (older / "templates" / "_checks.tpl").write_text('{{- define "kvcluster.checks" }}{{ end }}', encoding="utf-8")
+    for template in (older / "templates").glob("*.yaml"):
+        if template.name != "serviceaccount.yaml":
+            template.unlink()
+    (older / "templates" / "NOTES.txt").unlink()
+    with ApiServer() as server:
+        helm = Helm(server)
+        helm.install({"runAsUser": 1_234}, older)
+        with pytest.raises(HelmError, match="nodeLocal"):
+            helm.upgrade({}, reuse_values=True)
+        helm.upgrade({"runAsUser": 1_234})
+    for page in ("docs/kubernetes.md", "helm/kvcluster/README.md", "helm/kvcluster/templates/NOTES.txt"):
+        commands = re.findall(r"^ *helm upgrade .*$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert not any(" --reuse-values" in command for command in commands), page

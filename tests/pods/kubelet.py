@@ -1,5 +1,6 @@
-"""Runs the pods that a chart renders, on hosts in a network of their own: what a kubelet, the controller of
-StatefulSets, a DNS server and a network with policies do, as far as the chart's objects ask for it.
+"""Runs the pods that a chart renders, on hosts in a network of their own: what a kubelet, the controllers of
+StatefulSets and DaemonSets, a DNS server and a network with policies do, as far as the chart's objects ask for it. All
+pods are on one node, whose directories they may mount.
 
 It is not Kubernetes: nothing is admitted, scheduled or restarted, and a pod counts as ready when its probes say so
 once.
@@ -22,14 +23,16 @@ from tests.pods.objects import (
     Mount,
     Objects,
     Pod,
+    Preparation,
     Probe,
+    all_pods,
     named,
     of_kind,
     ordinal,
     partition,
     pod_names,
     selects,
-    stateful_pods,
+    workloads,
 )
 from tests.pods.policies import Peer, rules
 from tests.pods.volumes import empty_folder, write_files
@@ -127,6 +130,10 @@ class Kubelet:
         """The address of a pod, or of a Service that has one."""
         return self._services.get(name) or self.network.addresses[self._hosts.get(name, name)]
 
+    def host_of(self, pod: str) -> str:
+        """The host of a pod of the release, as `command` names it."""
+        return self._hosts[pod]
+
     def command(self, client: str, argv: Sequence[str]) -> list[str]:
         """A command line that runs `argv` where that client is, with the cluster's names resolved."""
         bind = 'mount --bind "$0" /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$@"'
@@ -139,7 +146,7 @@ class Kubelet:
     # ------------------------------------------------------------------------------------------ the pods
 
     def _pods(self) -> list[Pod]:
-        return stateful_pods(self._objects, {name: self.address(name) for name in self._hosts})
+        return all_pods(self._objects, {name: self.address(name) for name in self._hosts})
 
     def _take(self, objects: Objects) -> None:
         assert pod_names(objects) == list(self._hosts), "the number of pods is fixed here"
@@ -158,6 +165,8 @@ class Kubelet:
             if mount.kind == "emptyDir":  # as long as the pod lives
                 shutil.rmtree(there, ignore_errors=True)
                 self._fill(pod, mount)
+        for preparation in pod.preparations:
+            self._prepare(pod, preparation)
         enter = self.network.command(self._hosts[pod.name], [])
         self.containers[pod.name] = Container(pod, enter, folder, folders, self._names(), self._image)
 
@@ -170,13 +179,33 @@ class Kubelet:
         self.stopped[pod.name] = self.containers[pod.name].stop()
         self._start(pod)
 
+    def _prepare(self, pod: Pod, preparation: Preparation) -> None:
+        """Runs an init container as root with no capability but those that it has."""
+        mounts = [(mount.path, self._volume(pod, mount)) for mount in preparation.mounts]
+        lines = ["mount -t tmpfs tmpfs /run"]  # /var/run leads there, too
+        lines += [f"mkdir -p {path}; mount --bind {folder} {path}" for path, folder in mounts]
+        script = "; ".join([*lines, 'exec "$@"'])
+        capabilities = ",".join(["-all", *(f"+{name.lower()}" for name in preparation.capabilities)])
+        rights = ["setpriv", f"--bounding-set={capabilities}", "--inh-caps=-all", "--no-new-privs", "--clear-groups"]
+        command = ["unshare", "--mount", "sh", "-ec", script, "sh", *rights, *preparation.argv]
+        subprocess.run(command, check=True)
+
+    def node_folder(self, path: str) -> Path:
+        """The directory of the node that pods know by that path."""
+        return self._folder / "node" / path.strip("/")
+
     def _volume(self, pod: Pod, mount: Mount) -> Path:
+        if mount.kind == "node":
+            return self.node_folder(mount.source)
         if mount.kind == "claim":
             return self._folder / "claims" / mount.source
         return self._folder / f"{pod.name}-volumes" / mount.volume
 
     def _fill(self, pod: Pod, mount: Mount) -> None:
         folder = self._volume(pod, mount)
+        if mount.kind == "node":
+            folder.mkdir(parents=True, exist_ok=True)
+            return
         if mount.kind in ("emptyDir", "claim"):
             empty_folder(folder, mode=0o2777 if mount.kind == "emptyDir" else 0o2775, group=pod.fs_group)
             return
@@ -200,7 +229,7 @@ class Kubelet:
                 self.network.move(self._services[name], self._hosts[pod[0]])
 
     def _labelled(self) -> list[tuple[str, Mapping[str, str]]]:
-        sets = of_kind(self._objects, "StatefulSet")
+        sets = workloads(self._objects)
         labels = {each["metadata"]["name"]: each["spec"]["template"]["metadata"]["labels"] for each in sets}
         return [(name, labels[name.rpartition("-")[0]]) for name in self._hosts]
 
@@ -213,7 +242,7 @@ class Kubelet:
             name, namespace = service["metadata"]["name"], service["metadata"]["namespace"]
             if name in self._services:
                 lines.append(f"{self._services[name]} {_dns(name, namespace)}")
-        for each in of_kind(self._objects, "StatefulSet"):
+        for each in of_kind(self._objects, "StatefulSet"):  # a DaemonSet's pods have no names
             for pod in (pod for pod in self._hosts if pod.rpartition("-")[0] == each["metadata"]["name"]):
                 service, namespace = each["spec"]["serviceName"], each["metadata"]["namespace"]
                 lines.append(f"{self.address(pod)} {pod} {_dns(f'{pod}.{service}', namespace)}")

@@ -25,9 +25,9 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A folder of a container. `volume`: its name in the pod; `kind`: configMap, secret, emptyDir or claim; `source`:
-    the name of what lies there. `files`: keys with their file names, empty for all. `mode`: of files of a ConfigMap or
-    Secret."""
+    """A folder of a container. `volume`: its name in the pod; `kind`: configMap, secret, emptyDir, claim, or node for a
+    directory of the node; `source`: the name of what lies there, or the node's path. `files`: keys with their file
+    names, empty for all. `mode`: of files of a ConfigMap or Secret."""
 
     path: str
     volume: str
@@ -50,8 +50,18 @@ class Probe:
 
 
 @dataclass(frozen=True, slots=True)
+class Preparation:
+    """An init container that runs as root with these capabilities alone."""
+
+    argv: tuple[str, ...]
+    mounts: tuple[Mount, ...]
+    capabilities: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod of one container. `template`: a digest of what it was made from: another one means another pod."""
+    """A pod of one container, and of those that prepare its volumes. `template`: a digest of what it was made from:
+    another one means another pod."""
 
     name: str
     owner: str
@@ -66,6 +76,7 @@ class Pod:
     mounts: tuple[Mount, ...]
     probes: Mapping[str, Probe]
     template: str
+    preparations: tuple[Preparation, ...] = ()
 
 
 def named(objects: Objects, kind: str, name: str) -> Mapping[str, Any]:
@@ -81,24 +92,30 @@ def of_kind(objects: Objects, kind: str) -> list[Mapping[str, Any]]:
     return [each for each in objects if each["kind"] == kind]
 
 
-def stateful_pods(objects: Objects, addresses: Mapping[str, str]) -> list[Pod]:
-    """Returns the pods of all StatefulSets. `addresses`: the address of each pod by its name."""
-    return [pod for each in of_kind(objects, "StatefulSet") for pod in _pods_of(each, addresses)]
+def workloads(objects: Objects) -> list[Mapping[str, Any]]:
+    """Returns the StatefulSets and DaemonSets."""
+    return [*of_kind(objects, "StatefulSet"), *of_kind(objects, "DaemonSet")]
+
+
+def all_pods(objects: Objects, addresses: Mapping[str, str]) -> list[Pod]:
+    """Returns the pods of all workloads. `addresses`: the address of each pod by its name."""
+    return [pod for each in workloads(objects) for pod in _pods_of(each, addresses)]
 
 
 def pod_names(objects: Objects) -> list[str]:
-    """Returns the names of the pods of all StatefulSets."""
-    return [name for each in of_kind(objects, "StatefulSet") for name in _names(each)]
+    """Returns the names of the pods of all workloads."""
+    return [name for each in workloads(objects) for name in _names(each)]
 
 
 def partition(objects: Objects, owner: str) -> int:
-    """Returns the ordinal from which on an update of that StatefulSet replaces its pods."""
-    strategy = named(objects, "StatefulSet", owner)["spec"].get("updateStrategy", {})
+    """Returns the ordinal from which on an update of that workload replaces its pods: 0 for a DaemonSet."""
+    (workload,) = [each for each in workloads(objects) if each["metadata"]["name"] == owner]
+    strategy = workload["spec"].get("updateStrategy", {})
     return int(strategy.get("rollingUpdate", {}).get("partition", 0))
 
 
 def ordinal(pod: str) -> int:
-    """Returns the number of a pod of a StatefulSet."""
+    """Returns the number of a pod of a workload."""
     return int(pod.rpartition("-")[2])
 
 
@@ -117,21 +134,23 @@ def nbytes(quantity: str) -> int:
 # ---------------------------------------------------------------------------------------------- one set
 
 
-def _names(stateful: Mapping[str, Any]) -> list[str]:
-    return [f"{stateful['metadata']['name']}-{number}" for number in range(stateful["spec"]["replicas"])]
+def _names(workload: Mapping[str, Any]) -> list[str]:
+    """The pods' names; of a DaemonSet one, since there is one node."""
+    count = workload["spec"]["replicas"] if workload["kind"] == "StatefulSet" else 1
+    return [f"{workload['metadata']['name']}-{number}" for number in range(count)]
 
 
-def _pods_of(stateful: Mapping[str, Any], addresses: Mapping[str, str]) -> Iterator[Pod]:
-    spec = stateful["spec"]
+def _pods_of(workload: Mapping[str, Any], addresses: Mapping[str, str]) -> Iterator[Pod]:
+    spec = workload["spec"]
     template, claims = spec["template"], [each["metadata"]["name"] for each in spec.get("volumeClaimTemplates", ())]
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
-    for name in _names(stateful):
-        yield _pod(name, stateful["metadata"]["name"], template, digest, claims, addresses[name])
+    for name in _names(workload):
+        yield _pod(name, workload["metadata"]["name"], template, digest, claims, addresses[name])
 
 
 def _pod(name: str, owner: str, template: Mapping[str, Any], digest: str, claims: Iterable[str], address: str) -> Pod:
     spec = template["spec"]
-    known = {"containers", "volumes", "securityContext", "terminationGracePeriodSeconds"}
+    known = {"containers", "initContainers", "volumes", "securityContext", "terminationGracePeriodSeconds"}
     assert set(spec) <= known | _IGNORED, f"fields that are not understood: {set(spec) - known - _IGNORED}"
     (container,) = spec["containers"]
     env = {each["name"]: _value(each, name, address) for each in container.get("env", ())}
@@ -153,6 +172,17 @@ def _pod(name: str, owner: str, template: Mapping[str, Any], digest: str, claims
         mounts=tuple(_mount(each, volumes[each["name"]]) for each in container.get("volumeMounts", ())),
         probes={kind: _probe(container[kind], ports) for kind in _PROBES if kind in container},
         template=digest,
+        preparations=tuple(_preparation(each, volumes) for each in spec.get("initContainers", ())),
+    )
+
+
+def _preparation(container: Mapping[str, Any], volumes: Mapping[str, Any]) -> Preparation:
+    context = container["securityContext"]
+    assert context["runAsUser"] == 0 and context["capabilities"]["drop"] == ["ALL"]
+    return Preparation(
+        (*container["command"], *container["args"]),
+        tuple(_mount(each, volumes[each["name"]]) for each in container["volumeMounts"]),
+        tuple(context["capabilities"]["add"]),
     )
 
 
@@ -188,5 +218,7 @@ def _mount(mount: Mapping[str, Any], volume: Mapping[str, Any]) -> Mount:
             return Mount(*where, kind, source[name], read_only, files, source.get("defaultMode", 0o644))
     if "claim" in volume:
         return Mount(*where, "claim", volume["claim"], read_only)
+    if "hostPath" in volume:
+        return Mount(*where, "node", volume["hostPath"]["path"], read_only)
     assert "emptyDir" in volume, f"a volume that is not understood: {volume}"
     return Mount(*where, "emptyDir", volume["name"], read_only)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import stat
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -29,20 +25,14 @@ from kvcluster.transport.local_sockets import LocalListener, connect, open_direc
 from kvcluster.transport.process_location import SOCKET_DIR, locate, locate_server
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost
+from tests.other_users import OtherUser, become
 from tests.transport.peers import token
 from tests.transport.shm_served import Served
 from tests.transport.test_shm_processes import states, stop_myself_before_chunk
 from tests.waiting import eventually
 
 FRAME = limits.FRAME_BYTES
-ROOT = Path(__file__).parents[2]
 GROUP, USER = 4_321, 5_678
-FIRST_OF_POD = 200_000
-"""The number that user 0 of a pod with a user namespace has on the machine."""
-
-_NEW_USERS, _NEW_PROCESSES, _NEW_NETWORK = 0x1000_0000, 0x2000_0000, 0x4000_0000
-"""Flags of the system call unshare, which Python names from 3.12 on."""
-
 MINE = 3
 """Pages, each of two chunks."""
 
@@ -220,25 +210,9 @@ def mine(epoch: int) -> Content:
     return unserved(MINE, 4, FRAME // 4, epoch=epoch)
 
 
-def become(user: int, group: int, in_pod: bool) -> None:
-    """Becomes that user; in a pod's user, network and process namespaces if `in_pod`, whose numbers the test gives it.
-    No program is executed in between, which would take its rights there away."""
-    if in_pod:
-        assert ctypes.CDLL(None, use_errno=True).unshare(_NEW_USERS | _NEW_NETWORK | _NEW_PROCESSES) == 0
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for _ in range(2 * in_pod):  # the first of the namespace cannot stop itself
-        child = os.fork()
-        if child:
-            os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    os.setgroups([group])
-    os.setresgid(group, group, group)
-    os.setresuid(user, user, user)
-
-
 def load_twice(address: str, epoch: int, in_pod: bool) -> None:
     """Loads as another user with the tenant's token and with a stranger's."""
-    become(USER, GROUP, in_pod)
+    become(USER, GROUP, in_pod=in_pod)
     for given in (token(ONE), "of a stranger"):
         path, content = ShmPages(address, given), mine(epoch)
         request = content.read_request()
@@ -254,61 +228,19 @@ def load_twice(address: str, epoch: int, in_pod: bool) -> None:
 
 def store_half(address: str, epoch: int, in_pod: bool) -> None:
     """Stores as another user, and is stopped within the second page."""
-    become(USER, GROUP, in_pod)
+    become(USER, GROUP, in_pod=in_pod)
     stop_myself_before_chunk(4)
     content = mine(epoch)
     request = content.write_request()
     ShmPages(address, token(ONE)).write(request, ContentSource(content, request), soon())
 
 
-class OtherUser:
-    """A process that runs `function(address, epoch, in_pod)` of this module. Use as a context manager."""
-
-    def __init__(self, world: World, sockets: Path, function: Callable[..., None], *, in_pod: bool) -> None:
-        [entry] = sockets.iterdir()
-        call = f"{function.__name__}({str(entry)!r}, {world.epoch}, {in_pod})"
-        self._command = [sys.executable, "-c", f"from {__name__} import {function.__name__}; {call}"]
-        self._in_pod = in_pod
-
-    def __enter__(self) -> OtherUser:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(self._command, text=True, cwd=ROOT, **pipes)  # type: ignore[call-overload]
-        assert self.says() == "ready"
-        for kind in ("uid_map", "gid_map") if self._in_pod else ():
-            Path(f"/proc/{self._process.pid}/{kind}").write_text(f"0 {FIRST_OF_POD} 65536\n", encoding="ascii")
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill()
-
-    def says(self) -> str:
-        return str(self._process.stdout.readline()).strip()
-
-    def kill(self) -> None:
-        """Ends it at once, with the processes that it has started. May be called again."""
-        if self._process.returncode is not None:
-            return
-        for process in reversed(self._processes()):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            pipe.close()
-
-    def is_stopped(self) -> bool:
-        return any(
-            Path(f"/proc/{one}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "T"
-            for one in self._processes()
-        )
-
-    def _processes(self) -> list[int]:
-        """It, its child, and so on."""
-        found = [self._process.pid]
-        while children := Path(f"/proc/{found[-1]}/task/{found[-1]}/children").read_text(encoding="ascii").split():
-            found.append(int(children[0]))
-        return found
+def somebody(world: World, sockets: Path, function: Callable[..., None], *, in_pod: bool) -> OtherUser:
+    """A process that runs `function(address, epoch, in_pod)` of this module as another user."""
+    [entry] = sockets.iterdir()
+    call = f"{function.__name__}({str(entry)!r}, {world.epoch}, {in_pod})"
+    code = f"from {__name__} import {function.__name__}; {call}"
+    return OtherUser([sys.executable, "-c", code], GROUP, in_pod=in_pod)
 
 
 @as_root
@@ -317,8 +249,8 @@ def test_another_user_of_the_group_loads_with_the_tenant_s_token_alone(
     world: World, sockets: Path, in_pod: bool
 ) -> None:
     store(world.open(), mine(world.epoch))
-    admit(sockets, GROUP + FIRST_OF_POD * in_pod)
-    with OtherUser(world, sockets, load_twice, in_pod=in_pod) as other:
+    admit(sockets, GROUP)
+    with somebody(world, sockets, load_twice, in_pod=in_pod) as other:
         assert other.says() == f"{[None] * MINE} True {MINE * 4}"
         assert other.says().startswith("CredentialError")
 
@@ -327,7 +259,7 @@ def test_another_user_of_the_group_loads_with_the_tenant_s_token_alone(
 @pytest.mark.parametrize("in_pod", [False, True])
 def test_a_user_without_the_group_is_told_which_it_takes(world: World, sockets: Path, in_pod: bool) -> None:
     admit(sockets, 99)
-    with OtherUser(world, sockets, load_twice, in_pod=in_pod) as other:
+    with somebody(world, sockets, load_twice, in_pod=in_pod) as other:
         told = other.says()
         assert told.startswith("Unavailable") and f"user {USER} with the groups" in told and str(GROUP) in told
         assert f"it takes the group {65_534 if in_pod else 99}" in told
@@ -339,8 +271,8 @@ def test_a_writer_of_another_user_that_is_killed_gives_its_pages_back_and_not_be
     world: World, sockets: Path, in_pod: bool
 ) -> None:
     world.open().attach(mine(world.epoch).spec, soon())
-    admit(sockets, GROUP + FIRST_OF_POD * in_pod)
-    with OtherUser(world, sockets, store_half, in_pod=in_pod) as other:
+    admit(sockets, GROUP)
+    with somebody(world, sockets, store_half, in_pod=in_pod) as other:
         eventually(other.is_stopped, BOUND_S)
         world.expire_leases()
         assert states(world).count(PageState.WRITING) == MINE
