@@ -76,6 +76,17 @@ def test_a_page_is_decoded_on_its_way_up_and_keeps_its_loss() -> None:
     assert lies(shard) == [], "without its twin it would be encoded a second time"
 
 
+def test_a_copy_of_a_decoded_page_is_no_more_without_its_twin_than_that_page() -> None:
+    shard = lowered(with_gpu(A), A)
+    for tier in (Tier.RAM, Tier.GPU):
+        shard.promote(A, to=tier)
+        shard.move_all()
+    assert lies(shard) == [DECODED, (Tier.RAM, Codec.RAW, Loss.Q8), BELOW]
+    shard.evict(A, tier=Tier.HOST)
+    shard.settle()
+    assert lies(shard) == [], "by way of RAM it would be encoded a second time"
+
+
 def test_what_cannot_be_promoted_stays_where_it_is() -> None:
     shard = with_gpu(A, B, gpu_pages=1)
     shard.promote(A, B, to=Tier.GPU)

@@ -101,6 +101,7 @@ SEEDS = {
     "promoted-without-its-loss": 10_000_001,
     "gpu-page-freed-while-read": 10_000_066,
     "gpu-room-counted-twice": 10_000_036,
+    "copy-of-a-decoded-page-kept": 10_043_155,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from `Bug.first` on."""
 

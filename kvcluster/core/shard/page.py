@@ -82,7 +82,7 @@ class Page:
         self.generation = generation
         self.tier = tier
         self.codec = codec
-        self.decoded = False  # from a twin below; not kept without one, so that it is never encoded again
+        self.decoded = False  # from a twin below, or copied from such a page: not kept without one, nor encoded again
         self.stays_raw = False  # its bytes cannot be encoded
         self.state = PageState.WRITING
         self.pins = 0

@@ -219,7 +219,7 @@ class TierMover:
             self._state.counters["demoted"] += 1
             self._state.withdraw(source)
         else:
-            target.decoded = source.codec is not Codec.RAW
+            target.decoded = source.decoded or source.codec is not Codec.RAW
             self._state.counters["promoted"] += 1
 
     def _pair(self, move: Move, space: ShardNamespace, group: int, part: Part) -> tuple[Page, Page] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator.report_handler import ReportHandler
 from kvcluster.core.messages import Abort, Answer, Done, OrderProgress, PinGrant, RemovedEvent, Tier, Verified
 from kvcluster.core.miss import Loss
@@ -18,7 +19,7 @@ from kvcluster.core.shard.shard import Shard
 from kvcluster.core.shard.shard_namespaces import ShardNamespaces
 from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.core.shard.shutdown_saver import ShutdownSaver
-from kvcluster.core.shard.tier_mover import PageMoves
+from kvcluster.core.shard.tier_mover import PageMoves, TierMover
 from kvcluster.core.shard.withdrawal import Withdrawal
 from kvcluster.core.shard.worker_handler import WorkerHandler
 from kvcluster.core.streams import OrderCursor
@@ -258,3 +259,12 @@ def gpu_room_counted_twice(original: Any, self: PagePool, wanted_bytes: int = 0)
     """A shard reports the whole of its GPU pool as free, so the coordinator promotes more than there is room for."""
     uses = original(self, wanted_bytes)
     return tuple(use._replace(free_bytes=use.capacity_bytes) if use.tier is Tier.GPU else use for use in uses)
+
+
+@planted(TierMover, "_arrived", first=10_043_000)
+def copy_of_a_decoded_page_kept(original: Any, self: TierMover, source: Any, target: Any) -> None:
+    """A copy on the GPU of a page that was decoded in RAM stays when the encoded page is removed, and is encoded again
+    later."""
+    original(self, source, target)
+    if target.tier < source.tier:
+        target.decoded = source.codec is not Codec.RAW
