@@ -167,7 +167,7 @@ def probes_ask_what_is_served(release: Release) -> None:
         for each in ours(pod):
             ports = {port["name"]: port["containerPort"] for port in each.get("ports", [])}
             probes = [each[name] for name in ("startupProbe", "readinessProbe", "livenessProbe") if name in each]
-            assert probes or each["name"] == "join", each["name"]
+            assert probes or each["name"] in ("join", "prepare-sockets"), each["name"]
             for probe in probes:
                 if "httpGet" in probe:
                     assert ports[probe["httpGet"]["port"]] in metrics

@@ -103,6 +103,17 @@ SETS: dict[str, Values] = {
         "image": {"repository": "ghcr.io/kv/kvcluster", "digest": "sha256:" + "0" * 64},
     },
     "a condition of the chart above": {"enabled": True},
+    "a shard on each node": {"mode": "node-local"},
+    "a shard on each node, of OpenShift with a CSI volume": {
+        **OPENSHIFT,
+        "mode": "node-local",
+        "nodeLocal": {"csi": {"driver": "csi.example.com", "nodePublishSecretRef": {"name": "node"}}},
+    },
+    "a shard on each node, in two groups with everything extra": {
+        "mode": "node-local",
+        "groups": {"a": {**EXTRA, "nodeSelector": {"pool": "a"}}, "b": {"nodeSelector": {"pool": "b"}, "perPod": 2}},
+        "nodeLocal": {"maxUnavailable": "10%", "hostPath": {"path": "/run/ours", "prepare": False}},
+    },
     "budgets that hold nodes": {
         "head": {"podDisruptionBudget": {"maxUnavailable": 0, "unhealthyPodEvictionPolicy": "IfHealthyBudget"}},
         "shards": {
