@@ -446,6 +446,20 @@ def test_the_ports_of_a_cluster_are_in_one_table() -> None:
         ({"ray": {"node_ports": "6380-6382"}}, "ray.node_ports must be a range of at least 8 ports"),
         ({"ray": {"worker_ports": "10002"}}, "ray.worker_ports must be a range of at least 16 ports"),
         ({"ray": {"redis": "host"}}, "ray.redis must be HOST:PORT"),
+        ({"ray": {"node_timeout_ms": 7_999}}, "ray.node_timeout_ms must be between 8000 and 600000"),
+        ({"ray": {"node_timeout_ms": 600_001}}, "ray.node_timeout_ms must be between 8000 and 600000"),
+        ({"ray": {"redis": "host:1", "redis_password_from_secret": True}}, "needs ray.redis and server.secret_file"),
+        (
+            {"ray": {"redis_password_from_secret": True}, "server": {"secret_file": "/s"}},
+            "ray.redis_password_from_secret needs ray.redis and server.secret_file",
+        ),
+        (
+            {
+                "ray": {"redis": "host:1", "redis_password_from_secret": True, "redis_password_file": "/p"},
+                "server": {"secret_file": "/s"},
+            },
+            "and no ray.redis_password_file",
+        ),
         ({"server": {"secret_file": "secret"}}, "server.secret_file must be an absolute path"),
         ({"server": {"advertise": "cache:7070"}}, "server.advertise must be a host name or address without a port"),
         ({"name": "My Cluster"}, "name must be up to 40 of a-z"),

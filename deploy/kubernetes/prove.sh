@@ -164,7 +164,7 @@ write_secrets() { # token files whose tokens the cluster is to know
   local each
   for each in "$@"; do token_line "$work/$each"; done > "$work/tokens"
   kubectl -n "$namespace" create secret generic "$name-auth" --dry-run=client -o yaml --from-file="$work/secret" \
-    --from-file="$work/tokens" --from-file="$work/redis-password" | k apply -f -
+    --from-file="$work/tokens" | k apply -f -
 }
 
 client_pod() { # a name and a label: a pod that keeps `restricted`, and waits for what is run in it
@@ -443,7 +443,7 @@ trap clean EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 umask 077
-for each in secret token next redis-password; do new_token > "$work/$each"; done
+for each in secret token next; do new_token > "$work/$each"; done
 
 printf 'context %s\n' "$(kubectl config current-context)"
 there=$(kubectl get namespace "$namespace" --ignore-not-found -o name) || exit 2

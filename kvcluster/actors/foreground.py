@@ -2,7 +2,8 @@
 
 It makes passes of the reconciler until it is asked to end, and prints what the cluster waits for whenever that changes.
 It reads its configuration file again when that changes: a valid one is published, so that processes that start from
-then on run it. The process keeps no state: the next one continues where it ended.
+then on run it. The process keeps no state: the next one continues where it ended. While Ray's head does not answer, as
+without the Redis that keeps its state, it makes no pass: the coordinator and the shards go on.
 """
 
 from __future__ import annotations
@@ -14,17 +15,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import ray
+
 from kvcluster.actors import background, cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import answers, asks_for_a_token, own_ray, ray_of_nodes, redis_password
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, following_logs, running_node
-from kvcluster.actors.ray_view import ends_with_ray
+from kvcluster.actors.ray_view import ends_on_signals, ends_with_ray
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, differences
 from kvcluster.core.shard_scheduler import Schedule
-from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.runtime.auth import read_token_file
 from kvcluster.transport.listener import bound_socket
 
@@ -38,6 +41,7 @@ _PASS_S = 2.0
 _AWAY_S = 60.0
 """How long another's Ray may be away: its head may be started again."""
 _ENDED = "Ray has ended on this node; start this command again"
+_AWAY = "Ray's head does not answer; until it does, what runs goes on, and nothing is started, drained or ended"
 
 
 class ConfigSource(NamedTuple):
@@ -78,7 +82,7 @@ def run_local(source: ConfigSource, say: Say) -> None:
         running = cluster.start(source.read(), detached=True)
         background.record(config, head, running)
         reconciler = Reconciler(source.read(), detached=True)
-        _reconcile(reconciler, config, source, say, stop, head.node.runs)
+        _reconcile(reconciler, config, source, say, stop, head.node.runs, head.address)
 
 
 def run_head(source: ConfigSource, node_ip: str, offers: Mapping[str, float], say: Say) -> None:
@@ -92,10 +96,14 @@ def run_head(source: ConfigSource, node_ip: str, offers: Mapping[str, float], sa
         following_logs(head, config.log),
     ):
         address = f"{node_ip}:{config.ray.port}"
-        with background.connected(address, node_ip), stopped_by_signals() as stop:
+        with (
+            ends_on_signals(lambda: head.end(longest_save_ms(config))),
+            background.connected(address, node_ip),
+            stopped_by_signals() as stop,
+        ):
             say(f"Ray's head listens at {address}; on each other node: kvcluster join {address} --config FILE")
             _adopt(config, say)
-            _reconcile(Reconciler(config, detached=True), config, source, say, stop, head.runs)
+            _reconcile(Reconciler(config, detached=True), config, source, say, stop, head.runs, address)
 
 
 def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say, *, once: bool) -> bool:
@@ -125,7 +133,7 @@ def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say
                     reconciler.kill_all()
                 raise
             return _say_up(reconciler, _count(config), say)
-        _reconcile(reconciler, config, source, say, stop, lambda: True)
+        _reconcile(reconciler, config, source, say, stop, lambda: True, address)
         return True
 
 
@@ -211,24 +219,29 @@ def _reconcile(
     say: Say,
     stop: threading.Event,
     runs: Callable[[], bool],
+    address: str,
 ) -> None:
     """Makes passes until `stop` is set. Raises KVClusterError when Ray does not run any more."""
     said, stamp, was_up = "", source.stamp(), False
     while not stop.is_set():
         if not runs():
             raise KVClusterError(_ENDED)
-        if source.stamp() != stamp:
-            stamp = source.stamp()
-            config = _read_again(source, config, reconciler, say)
         try:
+            if not answers(address):  # a call of Ray would wait for it, and take no signal
+                raise Unreachable(_AWAY)
+            if (changed := source.stamp()) != stamp:
+                config = _read_again(source, config, reconciler, say)
+                stamp = changed
             plan = reconciler.step()
             line = _state(plan)
             if not line and not was_up:
                 reconciler.wait_until_up()
                 was_up = True
                 _say_up(reconciler, f"{len(reconciler.shards)} shard(s)", say)
-        except (ConfigError, KVClusterError) as error:
+        except KVClusterError as error:
             line = str(error)
+        except ray.exceptions.RayError as error:  # the head has ended during the pass
+            line = f"Ray does not answer: {error}"
         if line != said:
             say(line or "as configured")
             said = line

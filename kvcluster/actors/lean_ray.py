@@ -10,22 +10,30 @@ Ray gives its control store (GCS) and its node's manager (raylet) 30 s each to s
 them takes longer, or hangs, and logs no error. The node is then started once more. A node that fails to start ends what
 it has started, which Ray leaves running.
 
+The control store ends when its Redis does not answer, and Ray then ends the whole node, with the coordinator. Here it
+is started again until Redis is back, which has its state, and everything else goes on meanwhile: Ray's nodes wait for
+it (own_ray.py). If they have waited too long, the head's own one ends, and the node with it. Without a Redis, its state
+is lost with it, and the node ends as Ray does it.
+
 As a program, `python -m kvcluster.actors.lean_ray start ...`, this is Ray's command line without these processes.
 """
 
 from __future__ import annotations
 
 import copy
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvcluster.actors.ray_private import Node, RayParams
+from kvcluster.actors.ray_private import Node, RayParams, ray_constants
 from kvcluster.actors.ray_view import errors_in_logs
 
-_Method: TypeAlias = Callable[..., None]
+_Method: TypeAlias = Callable[..., Any]
 
 _UNUSED = ("start_api_server", "start_monitor", "start_ray_client_server", "start_log_monitor")
 
@@ -36,6 +44,7 @@ def lean_ray() -> Iterator[None]:
     ours: dict[str, Callable[[_Method], _Method]] = {
         **dict.fromkeys(_UNUSED, lambda _: _start_nothing),
         "__init__": _twice,
+        "dead_processes": _with_its_control_store,
     }
     before = {name: vars(Node)[name] for name in ours if name in vars(Node)}
     for name, method in before.items():
@@ -73,6 +82,32 @@ def _twice(start_node: _Method) -> _Method:
                 raise
 
     return start
+
+
+_Ended: TypeAlias = tuple[str, subprocess.Popen[bytes]]
+"""The kind of a process of a node, and the process."""
+
+
+def _with_its_control_store(dead_processes: Callable[[Node], list[_Ended]]) -> Callable[[Node], list[_Ended]]:
+    """Returns the method by which `ray start --block` looks each second for processes that have ended. A control store
+    that has failed, but keeps its state in Redis, is started again and is not among them."""
+
+    @wraps(dead_processes)
+    def looked(node: Node) -> list[_Ended]:
+        dead = dead_processes(node)
+        failed = [kind for kind, process in dead if process.returncode not in _TOLD_TO_END]
+        if failed != [_CONTROL_STORE] or not node.redis_address:
+            return dead
+        sys.stderr.write("Ray's control store (GCS) has ended and is started again; its log says why\n")
+        node.kill_gcs_server(check_alive=False)
+        node.start_gcs_server()
+        return dead_processes(node)
+
+    return looked
+
+
+_CONTROL_STORE = ray_constants.PROCESS_TYPE_GCS_SERVER
+_TOLD_TO_END = (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 def _ended(node: Node) -> bool:

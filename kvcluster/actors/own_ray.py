@@ -29,16 +29,15 @@ from kvcluster.actors.settings import LEAVING, SPACE, config_key
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.runtime.malloc_env import ENVIRONMENT
-from kvcluster.runtime.private_files import RAY, derived_key
+from kvcluster.runtime.private_files import RAY, derived_key, derived_password
 
-HEALTH_CHECKS = {
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1500",
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""How Ray's head finds out within 8 s that a node hangs or is cut off, where by default it takes 14. A Ray of one node
-has nothing to gain, and a false alarm would end it."""
+_CHECKS, _CHECK_PERIOD_MS = 10, 300
+"""After how many failed checks Ray's head gives a node up, and the pause between two. Each waits long, so that a silent
+node has its time; but a process that has ended refuses a check at once, and its node is given up within 3 s. There are
+many because one more fails when a cut link is back: both hosts have forgotten the connection by then."""
+
+_RAY_CUTS_OFF_MS = 120_000
+"""How long Ray waits for a peer that acknowledges nothing, unless told otherwise, before it ends a connection."""
 
 TOKEN = "RAY_AUTH_TOKEN"
 """The variable of the environment in which processes of Ray have the token, which no file holds."""
@@ -66,7 +65,7 @@ def ray_of_nodes(config: Config) -> Iterator[None]:
     ours = {
         TOKEN: derived_key(config.server.secret_file, RAY),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_KEPT_S if config.ray.redis else _LOST_S),
-        **HEALTH_CHECKS,
+        **_health_checks(config.ray.node_timeout_ms),
     }
     if config.ray.redis:
         ours |= {"RAY_REDIS_ADDRESS": config.ray.redis, "RAY_external_storage_namespace": config.name}
@@ -74,8 +73,22 @@ def ray_of_nodes(config: Config) -> Iterator[None]:
         yield
 
 
+def _health_checks(node_timeout_ms: int) -> dict[str, str]:
+    """Returns the settings by which Ray's head gives up a node that is silent for so long. Until then the head does not
+    end its connections to that node: without one, every check would fail at once."""
+    return {
+        "RAY_health_check_failure_threshold": str(_CHECKS),
+        "RAY_health_check_period_ms": str(_CHECK_PERIOD_MS),
+        "RAY_health_check_initial_delay_ms": str(_CHECK_PERIOD_MS),
+        "RAY_health_check_timeout_ms": str(node_timeout_ms // _CHECKS - _CHECK_PERIOD_MS),
+        "RAY_grpc_client_keepalive_timeout_ms": str(max(node_timeout_ms, _RAY_CUTS_OFF_MS)),
+    }
+
+
 def redis_password(config: Config) -> str:
     """Returns the password of the Redis that keeps the head's state; "" for none. Raises ConfigError."""
+    if config.ray.redis_password_from_secret:
+        return derived_password(config.server.secret_file)
     path = config.ray.redis_password_file
     if not path:
         return ""

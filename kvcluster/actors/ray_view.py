@@ -4,6 +4,7 @@ Ray has ended or did not start.
 `ends_with_ray` ends a process whose Ray has ended, though its main thread may be in a call of Ray. Such a call does not
 return once the store of Ray's head is lost, takes no signal, and keeps a core busy. So a thread watches, gives the main
 thread a while to notice by itself, and then ends the process. Its supervisor (systemd, a container) starts it again.
+`ends_on_signals` does the same for a process that was told to end.
 
 `errors_in_logs` finds why a Ray did not start: what its processes wrote into their logs before they ended.
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
+import socket
 import sys
 import threading
 import time
@@ -144,6 +147,35 @@ def ends_with_ray(
         yield
     finally:
         over.set()
+
+
+@contextlib.contextmanager
+def ends_on_signals(end: Callable[[], object], *, patience_s: float = 10.0) -> Iterator[None]:
+    """Within the block, which must be entered in the main thread: if SIGTERM or SIGINT has not ended the block within
+    `patience_s`, calls `end`, and ends the process with status 0. A handler in Python runs only when the main thread's
+    call of Ray has returned. Raises KVClusterError if there is no room for a thread."""
+    over = threading.Event()
+    received, wake = socket.socketpair()
+    wake.setblocking(False)
+
+    def watch() -> None:
+        while (number := received.recv(1)) and number[0] not in (signal.SIGTERM, signal.SIGINT):
+            pass
+        if number and not over.wait(patience_s):
+            end()
+            os._exit(0)
+
+    with received, wake:
+        thread = threading.Thread(target=watch, name="kvcluster-signals", daemon=True)
+        start_thread(thread)
+        before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            over.set()
+            signal.set_wakeup_fd(before)
+            wake.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+            thread.join()
 
 
 class Absence:

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import ray
@@ -193,6 +194,9 @@ def _served(
     return first_free(shard_ports(config), listen)
 
 
+_LOOK_UP_S = 2.0
+
+
 class CoordinatorLink:
     """A shard's connection to its coordinator, which may start again elsewhere: the address is looked up again when the
     connection fails. Used by one thread, except for `close`."""
@@ -201,6 +205,8 @@ class CoordinatorLink:
         self._cluster = cluster
         self._secret = secret
         self._address = ""
+        self._announced = ""
+        self._lookup: threading.Thread | None = None
         self._connection: Connection | None = None
 
     def report(self, message: Report | Inventory, deadline: Deadline) -> Reply:
@@ -225,9 +231,22 @@ class CoordinatorLink:
 
     def _connect(self) -> None:
         """Connects to the announced address if it is another one. Raises Unreachable while there is none."""
-        address = report_address(self._cluster)
+        address = self._looked_up()
         if not address:
             raise Unreachable(f"no coordinator of cluster {self._cluster!r} has announced itself yet")
         if address != self._address:
             self.close()
             self._address, self._connection = address, Connection(address, self._secret)
+
+    def _looked_up(self) -> str:
+        """Returns the announced address; the last known one if Ray's head does not answer soon, as while it is away or
+        cut off. Its answer may then take minutes, and the coordinator may be heard long before."""
+        if self._lookup is None or not self._lookup.is_alive():
+            self._lookup = threading.Thread(target=self._look_up, name="kvcluster-coordinator", daemon=True)
+            start_thread(self._lookup)
+        self._lookup.join(_LOOK_UP_S)
+        return self._announced
+
+    def _look_up(self) -> None:
+        with suppress(ray.exceptions.RayError):  # it is asked again after the next report that fails
+            self._announced = report_address(self._cluster)

@@ -19,7 +19,8 @@ new one.
 
 `derived_key` reads the secret of a cluster, a file that is the same on each of its nodes. Two keys are derived from it,
 so that neither gives away the other: the token of the cluster's Ray, and the credential by which coordinator and shards
-know one another.
+know one another. `derived_password` is a third, for the Redis of Ray's head: a digest that a shell can compute, since
+an image of Redis has nothing else.
 """
 
 from __future__ import annotations
@@ -186,6 +187,15 @@ def derived_key(path: str, purpose: bytes) -> str:
     """Returns the key for `purpose`, ACTORS or RAY, in hex. Raises ConfigError if the file cannot be read, is too short
     or can be read by every user of the machine."""
     return hmac.new(_read(path), purpose, hashlib.sha256).hexdigest()
+
+
+_PASSWORD = b"kvcluster redis "
+
+
+def derived_password(path: str) -> str:
+    """Returns the password of the cluster's Redis, in hex: SHA-256 of a label and the secret without white space, as
+    docs/operations.md computes it in a shell. Raises as `derived_key`."""
+    return hashlib.sha256(_PASSWORD + b"".join(_read(path).split())).hexdigest()
 
 
 def _read(path: str) -> bytes:

@@ -45,6 +45,11 @@ CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # in fact the limit for one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A connection whose peer acknowledges nothing for 10 s is given up, and made anew when the link is back: TCP itself
+    # would try for a quarter of an hour, after pauses that double. gRPC sets that limit only with keepalive on, whose
+    # own pings, once in 24 days, are as good as none.
+    ("grpc.keepalive_time_ms", 2**31 - 2),
+    ("grpc.keepalive_timeout_ms", 10_000),
 ]
 _IDLE_MS = 60_000
 _HANDSHAKE_MS = 5_000

@@ -38,6 +38,7 @@ _REDIS = "redis"
 _ADDRESS = "10.203.0.100"
 _JOINED, _ENDED = "joined ", "Ray has ended on this node"
 _JOINED_S = 180.0
+_NODE_TIMEOUT_MS = 8_000
 _GIVEN_UP_S = 15.0
 _LEFT_S = 60.0
 _GONE_S = 30.0
@@ -166,9 +167,11 @@ class Nodes:
         server["advertise"] = _ADDRESS
         coordinator = {**self._settings.get("coordinator", {}), "state_dir": str(self._folder / "state")}
         settings = {**self._settings, "server": server, "coordinator": coordinator}
+        # A node that hangs or is cut off for longer than briefly is to be given up, and replaced.
+        settings["ray"] = {"node_timeout_ms": _NODE_TIMEOUT_MS}
         if self.head_moves:
             redis = f"{self._network.addresses[_REDIS]}:6379"
-            settings["ray"] = {"redis": redis, "redis_password_file": str(password)}
+            settings["ray"] |= {"redis": redis, "redis_password_file": str(password)}
         (self._folder / "cluster.toml").write_text(_toml(settings), encoding="utf-8")
 
     def _start_redis(self) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from tests.hosts.hosts import ROOT, Cluster
 
 KEPT = 0.90
 """The least part of the hits that must be kept."""
@@ -31,6 +35,22 @@ def replaying(process: subprocess.Popen[str]) -> Iterator[list[Round]]:
             rounds += json.loads(said.splitlines()[-1])["rounds"]
         finally:
             process.kill()
+
+
+@contextmanager
+def replayed(cluster: Cluster, host: str, prompts: int) -> Iterator[list[Round]]:
+    """Replays so many prompts on that host, as `replaying` does."""
+    command = [sys.executable, "-m", "tests.hosts.worker", f"{cluster.address}:7070", "replay", "0", str(prompts)]
+    process = subprocess.Popen(
+        cluster.network.command(host, command),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"KVCLUSTER_TOKEN": cluster.token},
+    )
+    with replaying(process) as rounds:
+        yield rounds
 
 
 def part_kept(rounds: Sequence[Round]) -> float:

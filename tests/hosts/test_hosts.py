@@ -18,12 +18,16 @@ from tests.waiting import eventually
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(600)]
 NETWORKS = [] if missing() else ["network namespaces"]
 """None where the machine gives us none: then nothing here runs."""
+MORE = """
+[ray]
+node_timeout_ms = 8000
+"""
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
 def cluster() -> Iterator[Cluster]:
     """The head and two nodes with a shard each."""
-    with Cluster() as cluster:
+    with Cluster(MORE) as cluster:
         cluster.up()
         cluster.join("one")
         cluster.join("two")
@@ -98,19 +102,19 @@ def test_a_node_that_leaves_hands_its_pages_to_its_replacement(cluster: Cluster)
 
 
 def test_a_changed_configuration_is_followed_and_an_invalid_one_is_not(cluster: Cluster) -> None:
-    cluster.configure("", {"per_node = true ": "per_node = 3 "})
+    cluster.configure(MORE, {"per_node = true ": "per_node = 3 "})
     cluster.wait_said("head", "the changed configuration is not used: groups.shard.per_node must be of type bool")
-    cluster.configure("", {"per_node = true ": "shards = 1 "})
+    cluster.configure(MORE, {"per_node = true ": "shards = 1 "})
     cluster.wait_said("head", "the configuration has changed: groups.shard.per_node is True, not False")
     cluster.wait_shards(lambda shards: len(shards) == 1)
     assert cluster.worker("worker", "load", 10, 18)["wrong"] == 0
 
 
 def test_pools_that_are_too_large_for_a_node_are_named(cluster: Cluster) -> None:
-    cluster.configure("", {"20GiB": "900GiB", "per_node = true ": "shards = 2 "})
+    cluster.configure(MORE, {"20GiB": "900GiB", "per_node = true ": "shards = 2 "})
     cluster.wait_said("head", "none is large enough; the largest has ")
     assert len(cluster.shards()) == 1
-    cluster.configure("")
+    cluster.configure(MORE)
     cluster.wait_shards(lambda shards: sorted(shards.values()) == ["spare", "two"])
 
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 _ETC = ("passwd", "group", "nsswitch.conf", "ld.so.cache", "localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+_STAND_INS = "stand-ins"
 _KILL_S = 10.0
 
 
@@ -154,7 +155,8 @@ class Container:
         pod, image = self.pod, self._image
         nothing = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
         user = ["setpriv", f"--reuid={pod.uid}", f"--regid={pod.gid}", f"--groups={pod.fs_group}", *nothing]
-        of_image = {"PATH": f"{image / 'bin'}:/usr/local/bin:/usr/bin:/bin"} if isinstance(image, Path) else image.env
+        programs = f"{image}/bin:/usr/local/bin:/usr/bin:/bin:/{_STAND_INS}"
+        of_image = {"PATH": programs} if isinstance(image, Path) else image.env
         env = {**of_image, "HOSTNAME": pod.name, **pod.env}
         return [*user, "env", "--chdir=/", "-i", *(f"{key}={value}" for key, value in env.items())]
 
@@ -178,6 +180,8 @@ def _machine_root() -> list[str]:
         "  if [ -L /$each ]; then cp -P /$each .",
         "  elif [ -d /$each ]; then mkdir $each; mount --rbind /$each $each; fi",
         "done",
+        f"mkdir {_STAND_INS}",
+        f"if [ ! -e /usr/bin/valkey-server ]; then ln -s /usr/bin/redis-server {_STAND_INS}/valkey-server; fi",
         f"for each in {' '.join(_ETC)}; do if [ -e /etc/$each ]; then cp -L /etc/$each etc/; fi; done",
     ]
 

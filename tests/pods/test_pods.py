@@ -32,7 +32,6 @@ RENDERED = [] if missing() or not CHART_PYTHON.exists() else ["rendered"]
 HEAD, SHARDS = "cache-kvcluster-head-0", ("cache-kvcluster-shard-0", "cache-kvcluster-shard-1")
 ADDRESS = "cache-kvcluster-head.llm.svc.cluster.local:7070"
 VALUES: dict[str, Any] = {
-    "redis": {"enabled": True},
     # Pages go down as they are, so that every byte can be compared.
     "config": {"shard": {"ram_bytes": "256MiB"}, "coordinator": {"host_codec": "raw"}},
     "shards": {"minReadySeconds": 0, "shard": {"host_bytes": "32MiB", "disk_bytes": "512MiB"}},
@@ -132,7 +131,7 @@ def release() -> Iterator[Release]:
     """A head, a Redis and two pods of a shard, full to 85 %."""
     token = new_token()
     tokens = (token_line(token, "ops", operator=True) + "\n").encode()
-    keys = {"secret": new_token().encode(), "tokens": tokens, "redis-password": new_token().encode()}
+    keys = {"secret": new_token().encode(), "tokens": tokens}
     secrets = {"cache-kvcluster-auth": keys}
     with Kubelet(render(VALUES), secrets, CLIENTS) as kubelet:
         kubelet.wait_ready()
