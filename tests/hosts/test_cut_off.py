@@ -3,6 +3,7 @@ that was stored before is loaded afterwards, with the right bytes."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -75,4 +76,5 @@ def _epochs(cluster: Cluster) -> dict[str, int]:
 
 
 def _wait_until(moment: float) -> None:
-    time.sleep(max(0.0, moment - time.monotonic()))
+    """A cut takes its time: nothing tells when it has lasted."""
+    threading.Event().wait(max(0.0, moment - time.monotonic()))
