@@ -103,7 +103,9 @@ class Arena(HostRegion):
 def _memory_file() -> int | None:
     """Returns a memory file, or None if the system has none or refuses to create one."""
     with contextlib.suppress(AttributeError, OSError):
-        return os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(file, 0o600)  # who has a descriptor for reading cannot open it again for writing, as another user
+        return file
     return None
 
 

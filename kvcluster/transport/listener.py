@@ -170,6 +170,7 @@ class Listener:
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
         self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
+        self._closing = 0  # connections that have ended and are being closed, which may take as long as a peer wants
         self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
         self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
         self.bodies, self.requests = TenantMemory(limits.BODIES_BYTES), TenantMemory(limits.REQUESTS_BYTES)
@@ -224,7 +225,7 @@ class Listener:
     def _begin(self, link: FramedSocket) -> None:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._closing < self._most_unknown:
                 if len(self._unknown) >= self._most_unknown:
                     oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
@@ -256,7 +257,12 @@ class Listener:
             with self._lock:
                 del self._links[link]
                 self._unknown.pop(link, None)
-            link.close()
+                self._closing += 1
+            try:
+                link.close()
+            finally:
+                with self._lock:
+                    self._closing -= 1
 
     def _handle(self, link: FramedSocket) -> None:
         self._admit(link)

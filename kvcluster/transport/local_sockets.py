@@ -5,12 +5,16 @@ Anyone may take an abstract name. So each side checks that the other runs as its
 
 In a socket directory permissions decide instead, because the two sides may run as different users, in user and process
 namespaces in which neither sees the other's user. Who may connect is decided by the directory's mode and the socket's,
-which is 0660 with the directory's group if that is setgid. Who may listen is decided by who can write to the directory:
-a worker sends its token to no socket that others, or a group of its own, could have put there. Neither permission is an
-identity: the shard asks for a token all the same.
+which is 0660 with the directory's group if that is setgid. Who may listen is decided by who can write to the directory,
+which is its owner alone: neither side uses one to which a group or everyone may write, nor does a shard use one that
+belongs to another user than itself or root. A worker keeps the directory open from the moment at which it found that it
+is the one that the shard uses; a path may lead elsewhere later. Neither permission is an identity: the shard asks for a
+token all the same.
 
 A socket appears in the directory only when its server listens, by a rename. So one that refuses connections was left by
-a server that has ended, and the next server to start removes it.
+a server of this machine that has ended, and the next server to start removes it.
+
+A shard receives no descriptors: closing one of a socket could take as long as its sender has chosen.
 """
 
 from __future__ import annotations
@@ -22,8 +26,11 @@ import secrets
 import socket
 import stat
 import struct
+import time
+import weakref
+from functools import cache
 from itertools import islice
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
@@ -31,9 +38,18 @@ from kvcluster.transport.base import Deadline, Unavailable
 
 _BACKLOG = 128
 _MODE = 0o660
-_NAME = re.compile(r"kv-[0-9a-f]{32}\.sock")
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAME_BYTES = 16
 _LEFT_BEHIND = 4_096
 """The most entries of a directory that a starting server looks at."""
+
+_HIDDEN_S = 60.0
+"""A socket that is so old and still hidden is of a server that has ended before it listened."""
+
+_BUSY_S = 0.005
+"""The pause before another attempt to connect to a server whose queue of connections is full."""
+
+_SO_PASSRIGHTS = 83  # Linux 6.16; Python does not name it
 
 _CREDENTIALS = struct.Struct("3i")
 """Credentials of a unix socket's other side: process, user, group."""
@@ -47,8 +63,11 @@ class LocalListener:
     this process may not."""
 
     def __init__(self, socket_dir: str = "") -> None:
+        self.address = ""
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._directory: int | None = None
+        with contextlib.suppress(OSError):
+            self.socket.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
         try:
             self.address = self._listen_in(socket_dir) if socket_dir else self._listen_by_name()
         except BaseException:
@@ -64,21 +83,21 @@ class LocalListener:
         self.socket.close()
         directory, self._directory = self._directory, None
         if directory is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self.address, dir_fd=directory)
+            if self.address:
+                _unlink(directory, self.address)
             os.close(directory)
 
     def _listen_by_name(self) -> str:
-        name = f"kvcluster-{secrets.token_hex(16)}"
+        name = f"kvcluster-{secrets.token_hex(_NAME_BYTES)}"
         self.socket.bind(f"\0{name}")
         self.socket.listen(_BACKLOG)
         return f"@{name}"
 
     def _listen_in(self, socket_dir: str) -> str:
-        with contextlib.suppress(FileExistsError, FileNotFoundError, PermissionError):
+        with contextlib.suppress(OSError, ValueError):
             os.mkdir(socket_dir, 0o750)
         self._directory = directory = open_directory(socket_dir, serving=True)
-        name = f"kv-{secrets.token_hex(16)}.sock"
+        name = f"kv-{machine()}-{secrets.token_hex(_NAME_BYTES)}.sock"
         hidden = f".{name}"
         try:
             _remove_left_behind(directory)
@@ -87,6 +106,7 @@ class LocalListener:
             self.socket.listen(_BACKLOG)
             os.rename(hidden, name, src_dir_fd=directory, dst_dir_fd=directory)
         except OSError as error:
+            _unlink(directory, hidden)
             raise ConfigError(
                 f"no socket can be made in the socket directory {socket_dir}: {error.strerror}; this process runs as "
                 f"user {os.geteuid()}, and must be able to write there"
@@ -94,9 +114,23 @@ class LocalListener:
         return name
 
 
+class SocketDirectory:
+    """A worker's socket directory, which stays open as long as this object lives: what its path leads to may change.
+    Raises ConfigError as `open_directory`."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = descriptor = open_directory(path)
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        self.identity = directory_identity(descriptor)
+
+    def path_of(self, name: str) -> str:
+        """Returns a path of a file in this directory, as long as this object lives."""
+        return _path_in(self._descriptor, name)
+
+
 def open_directory(path: str, *, serving: bool = False) -> int:
     """Returns a descriptor of a socket directory, which the caller closes. Raises ConfigError if there is none, or if
-    those may write to it that must not; `serving`: this process listens there, and its own group may write."""
+    others than its owner may write to it; `serving`: if it belongs to another user than this process or root."""
     if not os.path.isabs(path):
         raise ConfigError(f"the socket directory {path!r} must be an absolute path")
     try:
@@ -105,6 +139,8 @@ def open_directory(path: str, *, serving: bool = False) -> int:
         directory = _open_without_listing(path)
     except OSError as error:
         raise ConfigError(f"the socket directory {path} cannot be opened: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"the socket directory {path!r} is not the name of a file") from None
     why = _distrusted(os.fstat(directory), serving)
     if why is not None:
         os.close(directory)
@@ -125,11 +161,10 @@ def connect(address: str, deadline: Deadline) -> socket.socket:
         raise _lost(address, "this platform lacks unix sockets with SO_PEERCRED, which shared memory needs")
     connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connected.settimeout(deadline.remaining_s() or 1e-3)
         if address.startswith("@"):
-            _connect_by_name(connected, address)
+            _connect_by_name(connected, address, deadline)
         else:
-            _connect_in_directory(connected, PurePosixPath(address))
+            _connect_in_directory(connected, PurePosixPath(address), deadline)
         return connected
     except BaseException as error:
         connected.close()
@@ -151,9 +186,22 @@ def peer_of(connected: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def _connect_by_name(connected: socket.socket, address: str) -> None:
+def _connect(connected: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connects by the deadline. A server whose queue is full refuses at once, and is asked again."""
+    while True:
+        connected.settimeout(deadline.remaining_s() or 1e-3)
+        try:
+            connected.connect(address)
+            return
+        except BlockingIOError:
+            if deadline.remaining_s() < _BUSY_S:
+                raise
+            time.sleep(_BUSY_S)
+
+
+def _connect_by_name(connected: socket.socket, address: str, deadline: Deadline) -> None:
     try:
-        connected.connect("\0" + address[1:])
+        _connect(connected, "\0" + address[1:], deadline)
     except ConnectionRefusedError:
         raise _lost(
             address,
@@ -165,14 +213,14 @@ def _connect_by_name(connected: socket.socket, address: str) -> None:
         raise _lost(address, f"the shard runs as user {user}, this process as user {os.getuid()}")
 
 
-def _connect_in_directory(connected: socket.socket, path: PurePosixPath) -> None:
+def _connect_in_directory(connected: socket.socket, path: PurePosixPath, deadline: Deadline) -> None:
     directory = open_directory(str(path.parent))
     try:
-        connected.connect(_path_in(directory, path.name))
+        _connect(connected, _path_in(directory, path.name), deadline)
     except (FileNotFoundError, ConnectionRefusedError):
-        raise _lost(str(path), "no process listens: the shard has ended") from None
+        raise _lost(path.name, "no process listens: the shard has ended") from None
     except PermissionError:
-        raise _lost(str(path), _not_permitted(directory, path.name)) from None
+        raise _lost(path.name, _not_permitted(directory, path.name)) from None
     finally:
         os.close(directory)
 
@@ -202,26 +250,49 @@ def _distrusted(status: os.stat_result, serving: bool) -> str | None:
     """Returns why a directory is not used, None if it may be."""
     if status.st_mode & stat.S_IWOTH:
         return "everyone may write to it, and take the place of a shard to read tokens; take that away (chmod o-w)"
-    mine = status.st_gid in (os.getegid(), *os.getgroups())
-    if status.st_mode & stat.S_IWGRP and mine and not serving:
+    if status.st_mode & stat.S_IWGRP:  # or a user or group of an access control list, whose mask this shows
         return (
-            f"the group {status.st_gid} may write to it, and this process belongs to that group, so that others like "
-            "it could take the place of a shard and read tokens; take that away (chmod g-w)"
+            f"the group {status.st_gid} may write to it, or others that its access control list names, and take the "
+            "place of a shard to read tokens; take that away (chmod g-w)"
         )
+    if serving and status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}, who could take the place of a shard; this is user {os.geteuid()}"
     return None
 
 
 def _remove_left_behind(directory: int) -> None:
-    """Removes the sockets of servers that have ended."""
+    """Removes the sockets of servers that have ended. Those of other machines refuse connections from here, too, where
+    a file system is shared; their names have another mark."""
+    name_of_ours = re.compile(rf"\.?kv-{machine()}-[0-9a-f]{{{2 * _NAME_BYTES}}}\.sock")
     with os.scandir(directory) as entries:
-        names = [entry.name for entry in islice(entries, _LEFT_BEHIND) if _NAME.fullmatch(entry.name)]
+        names = [entry.name for entry in islice(entries, _LEFT_BEHIND) if name_of_ours.fullmatch(entry.name)]
     for name in names:
+        if name.startswith("."):
+            with contextlib.suppress(OSError):
+                if time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime > _HIDDEN_S:
+                    os.unlink(name, dir_fd=directory)
+            continue
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.setblocking(False)
             try:
                 probe.connect(_path_in(directory, name))
             except ConnectionRefusedError:
                 os.unlink(name, dir_fd=directory)
+
+
+@cache
+def machine() -> str:
+    """Returns what identifies this machine as long as it runs, which containers share: the beginning of the kernel's
+    boot id; "" where that cannot be read."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip().replace("-", "")[:12]
+    except (OSError, ValueError):
+        return ""
+
+
+def _unlink(directory: int, name: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=directory)
 
 
 def _path_in(directory: int, name: str) -> str:

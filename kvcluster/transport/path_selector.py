@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HASH_BYTES, Attempt, Epoch, NamespaceId
-from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
+from kvcluster.core.messages import Offer, Offers, ReadRequest, RefusedKind, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.placement import may_share_memory, same_node, socket_directory
 from kvcluster.errors import KVClusterError, ProtocolError
@@ -289,7 +289,7 @@ def not_offered(transport: str, offers: Offers, shard_host: str, location: Proce
     if offer is None:
         return dict(offers.refused).get(transport) or "not offered by the shard"
     spec = BY_NAME[transport]
-    if spec.same_host and not may_share_memory(shard_host, location.host):
+    if spec.same_host and not _reaches_socket(offer, shard_host, location):
         return _apart(shard_host, location)
     if offer.version != spec.version:
         return f"the shard speaks version {offer.version} of it, and this client version {spec.version}"
@@ -303,6 +303,14 @@ def opened(
     return openers[transport](offer_of(transport, offers, location), token)
 
 
+def _reaches_socket(offer: Offer, shard_host: str, location: ProcessLocation) -> bool:
+    """Whether the socket of an offer can be there from here: its abstract name, or a file in the shard's directory."""
+    if offer.address.startswith("@"):
+        return may_share_memory(shard_host, location.host)
+    same = socket_directory(shard_host) == socket_directory(location.host)
+    return location.sockets is not None and same and same_node(shard_host, location.host)
+
+
 def _apart(shard_host: str, location: ProcessLocation) -> str:
     """Returns what separates a shard from this location."""
     places = f"the shard is on {shard_host}, and this is {location.host}"
@@ -313,7 +321,7 @@ def _apart(shard_host: str, location: ProcessLocation) -> str:
     if location.socket_dir:
         return f"another socket directory than {location.socket_dir}: {places}"
     lacking = location.why_not or f"none is named in {SOCKET_DIR} or the settings"
-    return f"another network namespace, and no socket directory ({lacking}): {places}"
+    return f"the shard's socket lies in a directory, and this process has none ({lacking}): {places}"
 
 
 def offer_of(transport: str, offers: Offers, location: ProcessLocation) -> Offer:
@@ -333,11 +341,16 @@ def _offer_in(offers: Offers, transport: str) -> Offer | None:
 
 def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline) -> None:
     """Makes one round trip over the path: an empty load of a namespace that no shard knows, which the shard itself
-    refuses. Raises Unavailable, ProtocolError or CredentialError if the request does not get that far."""
+    refuses. Raises Unavailable, ProtocolError or CredentialError if the request does not get that far, or another shard
+    or incarnation answers."""
     nothing = ReadRequest(NamespaceId(bytes(HASH_BYTES)), attempt, epoch, ())
-    with suppress(RefusedByShard):
+    try:
         for _ in path.read(nothing, DiscardSink(), deadline):
             deadline.check()
+    except RefusedByShard as refused:
+        if refused.refused.kind is RefusedKind.STALE:
+            why = f"another shard, or another incarnation of it, answers there: {refused.refused.detail}"
+            raise Unavailable(Miss(MissReason.SHARD_LOST, why)) from None
 
 
 def said(error: Exception) -> str:

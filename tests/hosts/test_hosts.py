@@ -5,8 +5,10 @@ The tests of one cluster run in order, each on what the one before has left.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +48,20 @@ def test_the_doctor_of_any_host_reaches_every_shard(cluster: Cluster) -> None:
     said = cluster.kvcluster("worker", "doctor", "--address", f"{cluster.address}:7070", "--json")
     assert '"healthy": true' in said
     assert "another network namespace" in said  # why it does not share memory: these hosts are one machine
+
+
+def test_hosts_listen_at_the_ports_of_the_table_and_at_no_others(cluster: Cluster) -> None:
+    table = json.loads(cluster.kvcluster("head", "doctor", "--ports", str(cluster.folder / "cluster.toml"), "--json"))
+    known: set[int] = set()
+    for row in table:
+        first, _, last = str(row["port"]).partition("-")
+        known |= set(range(int(first), int(last or first) + 1))
+    for host in ("head", "one", "two"):
+        listening = subprocess.check_output(cluster.network.command(host, ["ss", "-Hltn"]), text=True)
+        addresses = [line.split()[3].rpartition(":") for line in listening.splitlines()]
+        open_to_others = {int(port) for address, _, port in addresses if not address.startswith(("127.", "[::1]"))}
+        assert open_to_others, host
+        assert open_to_others <= known, f"{host}: {sorted(open_to_others - known)}"
 
 
 def test_a_second_head_on_the_same_ports_is_refused_by_name(cluster: Cluster) -> None:

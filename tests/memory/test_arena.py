@@ -80,6 +80,19 @@ def test_its_size_is_sealed() -> None:
         os.close(descriptor)
 
 
+@pytest.mark.parametrize("user", [4_321] if os.geteuid() == 0 else [])
+def test_another_user_with_a_descriptor_for_reading_gets_none_for_writing(user: int) -> None:
+    with Arena(64) as memory:
+        descriptor = memory.open(writable=False)
+        os.seteuid(user)
+        try:
+            with pytest.raises(PermissionError):
+                os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+        finally:
+            os.seteuid(0)
+            os.close(descriptor)
+
+
 def test_it_lies_in_no_directory_and_what_is_handed_out_is_not_inherited() -> None:
     with Arena(64) as memory:
         descriptor = memory.open(writable=False)

@@ -201,6 +201,14 @@ def test_a_trial_takes_a_share_of_the_calls_time_and_no_more_than_a_second(world
     assert hurried.shm.trials
 
 
+def test_a_path_on_which_another_shard_answers_is_not_taken(world: World, stored: Content) -> None:
+    ways = Ways(world)
+    ways.shm.opening = RefusedByShard(Refused(RefusedKind.STALE, "this is epoch 2, not 1"))
+    load(ways.choice, stored)
+    why = "another shard, or another incarnation of it, answers there: this is epoch 2, not 1"
+    assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": why})
+
+
 @pytest.mark.parametrize("call_ms", [TRY_MS, 60_000])
 def test_a_path_that_answers_late_is_tried_again_after_as_long_as_the_trial_had(
     world: World, stored: Content, call_ms: int

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +23,12 @@ from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store
 from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
-from kvcluster.transport.base import Unavailable, run_to_completion
-from kvcluster.transport.local_sockets import LocalListener, connect, open_directory
+from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
+from kvcluster.transport.local_sockets import LocalListener, connect, machine, open_directory
 from kvcluster.transport.process_location import SOCKET_DIR, locate, locate_server
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost
-from tests.other_users import OtherUser, become
+from tests.other_users import ROOT, OtherUser, become
 from tests.transport.peers import token
 from tests.transport.shm_served import Served
 from tests.transport.test_shm_processes import states, stop_myself_before_chunk
@@ -96,12 +99,17 @@ def test_the_socket_goes_with_its_server(sockets: Path) -> None:
 
 def test_what_a_dead_server_left_is_removed_and_the_living_stay(sockets: Path) -> None:
     alive, dead = LocalListener(str(sockets)), LocalListener(str(sockets))
-    left, dead.address = dead.address, "another name"  # so that it removes nothing, as one that is killed
+    left, dead.address = dead.address, ""  # so that it removes nothing, as one that is killed
     dead.close()
-    (sockets / "kv-notes.txt").write_text("of somebody else")
-    assert {entry.name for entry in sockets.iterdir()} == {alive.address, left, "kv-notes.txt"}
+    of_another_machine = left.replace(machine(), "0" * 12)
+    hidden, forgotten = (f".{left.replace(left[-9:-5], mark)}" for mark in ("aaaa", "bbbb"))
+    for name in (of_another_machine, hidden, forgotten, "kv-notes.txt"):
+        (sockets / name).write_text("")
+    os.utime(sockets / forgotten, (0, 0))
+    stay = {alive.address, of_another_machine, hidden, "kv-notes.txt"}
+    assert {entry.name for entry in sockets.iterdir()} == stay | {left, forgotten}
     after = LocalListener(str(sockets))
-    assert {entry.name for entry in sockets.iterdir()} == {alive.address, after.address, "kv-notes.txt"}
+    assert {entry.name for entry in sockets.iterdir()} == stay | {after.address}
     alive.close()
     after.close()
 
@@ -139,13 +147,109 @@ def test_where_everyone_may_write_neither_side_does_anything(sockets: Path, mode
             thief.accept()
 
 
-def test_a_worker_trusts_no_directory_to_which_others_of_its_group_may_write(sockets: Path) -> None:
-    sockets.chmod(0o2770)
-    os.chown(sockets, -1, os.getegid())
+@pytest.mark.parametrize("group", [0, GROUP])
+@pytest.mark.parametrize("mode", [0o2770, 0o3775])
+def test_nor_where_a_group_may(sockets: Path, group: int, mode: int) -> None:
+    os.chown(sockets, -1, group if os.geteuid() == 0 else -1)
+    sockets.chmod(mode)
+    for serving in (False, True):
+        with pytest.raises(ConfigError, match="may write to it, or others that its access control list names"):
+            open_directory(str(sockets), serving=serving)
+
+
+@pytest.mark.parametrize("owner", [GROUP] if os.geteuid() == 0 else [])
+def test_a_shard_serves_in_no_directory_of_another_user(sockets: Path, owner: int) -> None:
+    os.chown(sockets, owner, -1)
+    with pytest.raises(ConfigError, match=f"belongs to user {owner}"):
+        LocalListener(str(sockets))
+    assert locate_server(str(sockets)).host == locate().host
+
+
+def test_a_directory_that_takes_the_place_of_another_is_not_looked_into(
+    sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its path, and the name of the socket, are the same: whoever may write to the parent can do that."""
     listener = LocalListener(str(sockets))
-    assert f"the group {os.getegid()} may write to it" in refusal(str(sockets / listener.address))
+    worker = locate(str(sockets))
+    with socket.socket(socket.AF_UNIX) as thief:
+        sockets.rename(sockets.with_name("moved"))
+        sockets.mkdir(0o755)
+        monkeypatch.chdir(sockets)
+        thief.bind(listener.address)
+        thief.listen()
+        thief.setblocking(False)
+        with connect(worker.socket_path(listener.address), soon()):
+            """Connected."""
+        with pytest.raises(BlockingIOError):
+            thief.accept()
+    assert not may_share_memory(worker.host.replace("/", "/7", 1), locate(str(sockets)).host)
     listener.close()
-    assert open_directory(str(sockets), serving=True) > 0
+
+
+@pytest.mark.parametrize("how", ["no more files", "not writable"] if os.geteuid() == 0 else [])
+def test_a_directory_in_which_no_socket_can_be_made_costs_shared_memory_alone(how: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", _MOUNTED, "sh", _OPTIONS[how], str(tmp_path), sys.executable, __name__],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "no socket can be made, nothing is left open\n" * 3, done.stderr
+
+
+_OPTIONS = {"no more files": "nr_inodes=1", "not writable": "ro"}
+_MOUNTED = 'mount -t tmpfs -o "$1,mode=755" tmpfs "$2"; exec "$3" -c "from $4 import serve_in as s; s(\'$2\')"'
+
+
+def serve_in(directory: str) -> None:
+    """Tries to listen there, a few times."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        try:
+            LocalListener(directory)
+        except ConfigError as error:
+            assert "no socket can be made" in str(error)
+            assert len(os.listdir("/proc/self/fd")) == before and os.listdir(directory) == []
+            print("no socket can be made, nothing is left open")
+
+
+PASSES_NO_RIGHTS = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= (6, 16)
+
+
+@pytest.mark.parametrize("directory", [True, False] if PASSES_NO_RIGHTS else [])
+def test_a_shard_is_sent_no_descriptors(sockets: Path, directory: bool) -> None:
+    """Closing that of a socket that lingers would hold the shard's thread for as long as its sender has chosen."""
+    listener = LocalListener(str(sockets) if directory else "")
+    address = str(sockets / listener.address) if directory else listener.address
+    with connect(address, soon()) as worker:
+        with pytest.raises(PermissionError):
+            socket.send_fds(worker, [b"hello"], [0])
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            with pytest.raises(PermissionError):
+                socket.send_fds(worker, [b"hello"], [0])
+            worker.sendall(b"hello")
+            assert accepted.recv(9) == b"hello"
+            socket.send_fds(accepted, [b"arena"], [0])
+            _, received, _, _ = socket.recv_fds(worker, 9, 1)
+            assert len(received) == 1, "a worker does receive them"
+            os.close(received[0])
+    listener.close()
+
+
+def test_a_server_whose_queue_is_full_is_asked_again(sockets: Path) -> None:
+    listener = LocalListener(str(sockets))
+    listener.socket.listen(0)
+    path = str(sockets / listener.address)
+    with connect(path, soon()), ThreadPoolExecutor(1) as other:
+        waiting = other.submit(connect, path, soon())
+        with pytest.raises(Unavailable, match="does not answer"):
+            connect(path, Deadline.after_ms(20))
+        listener.socket.accept()[0].close()
+        waiting.result(BOUND_S).close()
+    listener.close()
 
 
 @pytest.mark.parametrize("wrong", ["file", "missing", "relative", "link to nothing"])
@@ -178,6 +282,8 @@ def test_two_processes_share_memory_if_they_see_one_directory(sockets: Path, mon
     worker = locate()
     assert worker == locate(str(sockets))
     assert shard.host == worker.host
+    with pytest.raises(ConfigError, match=f"name it in {SOCKET_DIR}"):
+        replace(worker, sockets=None).socket_path("kv.sock")
     elsewhere = worker.host.replace("/", "/7", 1)  # another network namespace
     assert may_share_memory(shard.host, elsewhere) and not same_namespace(shard.host, elsewhere)
     other = sockets / "other"
