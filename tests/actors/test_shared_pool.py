@@ -113,7 +113,9 @@ def test_an_engine_whose_shard_was_killed_keeps_nothing_of_its_pool(cluster: Loc
         own.write(tensor, kv(2))
         assert client.load(prompt(1), Dense(tensor)) == 0
         assert torch.equal(own.read(tensor), kv(2)), "nothing of it came"
-        eventually(lambda: client.status()["shards"][0]["epoch"] > epoch)
+        eventually(
+            lambda: client.status()["shards"][0]["epoch"] > epoch and client.status()["shards"][0]["state"] == "up"
+        )
         client.load(prompt(1), Dense(tensor))
         eventually(lambda: pools() == 0)
         stored(client)
