@@ -20,7 +20,7 @@ from kvcluster.config import TRANSPORTS
 from kvcluster.release import PROTOCOL_VERSION
 from tests.chaos.judge import CALLS
 from tests.chaos.niceness import WORKER, set_niceness
-from tests.chaos.nodes import HEAD, ROOT, WORKERS
+from tests.chaos.nodes import ROOT, WATCH, WORKERS
 from tests.chaos.sites import Site
 from tests.compat.releases import environment, installed
 from tests.waiting import eventually
@@ -49,7 +49,7 @@ class Crew:
                 pass
 
     def start(self) -> None:
-        self._start(OBSERVER, HEAD, "tests.chaos.observer")
+        self._start(OBSERVER, WATCH, "tests.chaos.observer")
         for name in WORKERS:
             self._start_worker(name)
 

@@ -30,6 +30,9 @@ from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 HEAD, NODES, SPARE = "head", ("one", "two"), "spare"
+WATCH = "watch"
+"""The host of the observer, without a shard: what it stores may lie on any, and not on those of its own host alone."""
+
 WORKERS = {"near": HEAD, "far": "far"}
 """Where each worker is: one shares its host, and so its memory, with a shard; the other reaches all by network."""
 
@@ -55,7 +58,7 @@ class Nodes:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
         self.head_moves = shutil.which("redis-server") is not None
-        self._network = Network((*self.hosts, SPARE, *_HEADS[1:], _REDIS))
+        self._network = Network((*self.hosts, SPARE, *_HEADS[1:], _REDIS, WATCH))
         self._house = ExitStack()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._begun: dict[str, int] = {}
