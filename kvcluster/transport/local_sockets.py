@@ -115,11 +115,11 @@ class LocalListener:
 
 
 class SocketDirectory:
-    """A worker's socket directory, which stays open as long as this object lives: what its path leads to may change.
-    Raises ConfigError as `open_directory`."""
+    """A socket directory, which stays open as long as this object lives: what its path leads to may change. Raises
+    ConfigError as `open_directory`."""
 
-    def __init__(self, path: str) -> None:
-        self._descriptor = descriptor = open_directory(path)
+    def __init__(self, path: str, *, serving: bool = False) -> None:
+        self._descriptor = descriptor = open_directory(path, serving=serving)
         weakref.finalize(self, os.close, descriptor).atexit = False
         self.identity = directory_identity(descriptor)
 
@@ -270,14 +270,14 @@ def _remove_left_behind(directory: int) -> None:
         if name.startswith("."):
             with contextlib.suppress(OSError):
                 if time.time() - os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime > _HIDDEN_S:
-                    os.unlink(name, dir_fd=directory)
+                    _unlink(directory, name)
             continue
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(OSError):
             probe.setblocking(False)
             try:
                 probe.connect(_path_in(directory, name))
             except ConnectionRefusedError:
-                os.unlink(name, dir_fd=directory)
+                _unlink(directory, name)
 
 
 @cache

@@ -10,7 +10,7 @@ from functools import cache
 
 from kvcluster.core.placement import host_text
 from kvcluster.errors import ConfigError
-from kvcluster.transport.local_sockets import SocketDirectory, machine, open_directory
+from kvcluster.transport.local_sockets import SocketDirectory, machine
 
 SOCKET_DIR = "KVCLUSTER_SOCKET_DIR"
 """The variable of the environment that names the socket directory of a worker, unless its settings do."""
@@ -44,27 +44,23 @@ class ProcessLocation:
 def locate(socket_dir: str = "") -> ProcessLocation:
     """Returns the location of this worker. `socket_dir`: of its settings; "" for that in KVCLUSTER_SOCKET_DIR. One that
     cannot be used is left out, since pages can be had in another way."""
-    path = socket_dir or os.environ.get(SOCKET_DIR, "")
-    if not path:
-        return ProcessLocation(here())
-    try:
-        sockets = SocketDirectory(path)
-    except ConfigError as error:
-        return ProcessLocation(here(), why_not=str(error))
-    return ProcessLocation(f"{here()}/{sockets.identity}", path, sockets=sockets)
+    return _located(socket_dir or os.environ.get(SOCKET_DIR, ""), serving=False)
 
 
 def locate_server(socket_dir: str) -> ProcessLocation:
     """Returns the location of this shard, whose socket is in `socket_dir`, or has an abstract name if that is "" or the
     directory cannot be used. As a worker it sees the sockets of other shards there."""
-    if not socket_dir:
+    return _located(socket_dir, serving=True)
+
+
+def _located(path: str, *, serving: bool) -> ProcessLocation:
+    if not path:
         return ProcessLocation(here())
     try:
-        directory = open_directory(socket_dir, serving=True)
+        sockets = SocketDirectory(path, serving=serving)
     except ConfigError as error:
         return ProcessLocation(here(), why_not=str(error))
-    os.close(directory)
-    return locate(socket_dir)
+    return ProcessLocation(f"{here()}/{sockets.identity}", path, sockets=sockets)
 
 
 @cache

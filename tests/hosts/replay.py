@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,19 +38,26 @@ def replaying(process: subprocess.Popen[str]) -> Iterator[list[Round]]:
             process.kill()
 
 
-@contextmanager
-def replayed(cluster: Cluster, host: str, prompts: int) -> Iterator[list[Round]]:
-    """Replays so many prompts on that host, as `replaying` does."""
-    command = [sys.executable, "-m", "tests.hosts.worker", f"{cluster.address}:7070", "replay", "0", str(prompts)]
-    process = subprocess.Popen(
-        cluster.network.command(host, command),
+def start_worker(
+    enter: Callable[[Sequence[str]], list[str]], address: str, token: str, *arguments: object
+) -> subprocess.Popen[str]:
+    """Starts tests/hosts/worker.py. `enter`: makes of a command line one that runs it where the worker is to be."""
+    command = [sys.executable, "-m", "tests.hosts.worker", address, *map(str, arguments)]
+    return subprocess.Popen(
+        enter(command),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"KVCLUSTER_TOKEN": cluster.token},
+        env=os.environ | {"KVCLUSTER_TOKEN": token},
     )
-    with replaying(process) as rounds:
+
+
+@contextmanager
+def replayed(cluster: Cluster, host: str, prompts: int) -> Iterator[list[Round]]:
+    """Replays so many prompts on that host, as `replaying` does."""
+    enter = partial(cluster.network.command, host)
+    with replaying(start_worker(enter, f"{cluster.address}:7070", cluster.token, "replay", 0, prompts)) as rounds:
         yield rounds
 
 

@@ -8,6 +8,7 @@ once.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.hosts.hosts import ROOT
 from tests.hosts.netns import Network
 from tests.pods.container import Container, Image
 from tests.pods.objects import (
@@ -138,6 +140,17 @@ class Kubelet:
         """A command line that runs `argv` where that client is, with the cluster's names resolved."""
         bind = 'mount --bind "$0" /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$@"'
         return self.network.command(client, ["unshare", "--mount", "sh", "-c", bind, str(self._names()), *argv])
+
+    def kvcluster(self, client: str, token: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs a command of kvcluster where that client is, with its token."""
+        return subprocess.run(
+            self.command(client, [sys.executable, "-m", "kvcluster.cli.main", *arguments]),
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"KVCLUSTER_TOKEN": token},
+        )
 
     def log(self, name: str) -> str:
         """What the pod has said, over all its starts."""

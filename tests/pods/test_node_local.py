@@ -10,7 +10,6 @@ import json
 import os
 import re
 import stat
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from kvcluster.transport.process_location import SOCKET_DIR
 from tests.chart.rendering import CHART_PYTHON, render
 from tests.hosts.netns import missing
 from tests.hosts.worker import BLOCKS
-from tests.other_users import ROOT, OtherUser
+from tests.other_users import OtherUser
 from tests.pods.kubelet import Client, Kubelet
 from tests.pods.objects import named
 from tests.pods.privileges import check_unprivileged
@@ -109,16 +108,7 @@ class Release:
 
     def status(self) -> str:
         """What `kvcluster status` says to the operator."""
-        command = [sys.executable, "-m", "kvcluster.cli.main", "status", "--address", ADDRESS]
-        done = subprocess.run(
-            self.kubelet.command("one", command),
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self._operator},
-        )
-        return done.stdout
+        return self.kubelet.kvcluster("one", self._operator, "status", "--address", ADDRESS).stdout
 
 
 def shm(found: dict[str, Any]) -> bool:

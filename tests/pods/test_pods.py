@@ -7,20 +7,19 @@ Needs the environment of `make chart`, which renders, and root. The tests of one
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvcluster.runtime.auth import new_token, token_line
 from tests.chart.rendering import CHART_PYTHON, render
-from tests.hosts.hosts import ROOT
 from tests.hosts.netns import missing
-from tests.hosts.replay import Round, judge, replaying
+from tests.hosts.replay import Round, judge, replaying, start_worker
 from tests.hosts.worker import BLOCKS
 from tests.pods.kubelet import Client, Kubelet
 from tests.pods.privileges import check_unprivileged
@@ -62,15 +61,7 @@ class Release:
 
     def worker(self, client: str, *arguments: object) -> subprocess.Popen[str]:
         """Runs tests/hosts/worker.py where that client is."""
-        command = [sys.executable, "-m", "tests.hosts.worker", ADDRESS, *map(str, arguments)]
-        return subprocess.Popen(
-            self.kubelet.command(client, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self.token},
-        )
+        return start_worker(partial(self.kubelet.command, client), ADDRESS, self.token, *arguments)
 
     def work(self, client: str, *arguments: object) -> dict[str, Any]:
         """Runs it to its end, and returns what it says."""
@@ -87,15 +78,7 @@ class Release:
             yield rounds
 
     def status(self) -> dict[str, Any]:
-        command = [sys.executable, "-m", "kvcluster.cli.main", "status", "--address", ADDRESS, "--json"]
-        done = subprocess.run(
-            self.kubelet.command("engine", command),
-            check=False,
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self.token},
-        )
+        done = self.kubelet.kvcluster("engine", self.token, "status", "--address", ADDRESS, "--json")
         assert done.returncode in (0, 3), done.stderr  # 3: a shard is lost or waited for
         found: dict[str, Any] = json.loads(done.stdout)
         return found
