@@ -187,7 +187,7 @@ def _measure_grpc(calls: int = 400) -> dict[str, Any]:
         next_attempt = own_attempts()
         open_tickets: list[Attempt] = []
         deadline = Deadline.after_ms(60_000)
-        with closing(Connection(cluster.address, None)) as connection:
+        with closing(Connection(cluster.address)) as connection:
             attached = connection.ask(COORDINATOR["Attach"], Attach(spec), deadline)
             assert isinstance(attached, Attached)
 

@@ -3,8 +3,8 @@
 This is data and imports nothing: the configuration takes its names from here, and a transport's code is named by a
 string and loaded when it is first used. Control messages use gRPC, so gRPC is always available; it comes last.
 
-To add a transport: a row here, and a module with `open_path(offer, token)` for workers (transport/path_selector.py,
-Opener) and `serve(host, tenant_of, at)` for shards (runtime/transport_servers.py, Serve).
+To add a transport: a row here, and a module with `open_path(offer, credentials)` for workers
+(transport/path_selector.py, Opener) and `serve(host, tenant_of, at)` for shards (runtime/transport_servers.py, Serve).
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import DataPath, Transport
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.rpc import Connection
 
@@ -140,12 +141,12 @@ def _client(cluster: Any, process: LinkProcess, spec: KVSpec, resident_bytes: in
     """Returns a client that reaches the shards over the link, by tcp."""
     next_attempt = own_attempts()
 
-    def open_tcp(offer: Offer, token: str | None) -> DataPath:
-        return OPENERS["tcp"](replace(offer, address=process.through(offer.address)), token)
+    def open_tcp(offer: Offer, credentials: Credentials) -> DataPath:
+        return OPENERS["tcp"](replace(offer, address=process.through(offer.address)), credentials)
 
     def opener(shard: ShardAddress) -> Transport:
-        control = GrpcPages(process.through(shard.address), None)
-        return AutoTransport(shard, control, {"tcp": open_tcp}, token=None, next_attempt=next_attempt)
+        control = GrpcPages(process.through(shard.address))
+        return AutoTransport(shard, control, {"tcp": open_tcp}, credentials=ANONYMOUS, next_attempt=next_attempt)
 
     config = ClientConfig(resident_bytes=resident_bytes, deadline_ms=CALL_MS)
-    return Client(GrpcPort(Connection(cluster.address, None)), opener, spec, config=config)
+    return Client(GrpcPort(Connection(cluster.address)), opener, spec, config=config)

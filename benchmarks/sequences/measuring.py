@@ -22,6 +22,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.rpc import Connection
 
 SPEC = kvcluster.KVSpec.uniform(
@@ -61,10 +62,10 @@ def measure(*, tokens: Sequence[int], calls: int, decoded: int) -> dict[str, Any
     token_bytes = int(SPEC.token_bytes)
     room = 2 * token_bytes * tokens[-1] + 2**26
     with kvcluster.local(shards=2, ram_bytes=room) as cluster:
-        port = CountingPort(Connection(cluster.address, None))
+        port = CountingPort(Connection(cluster.address))
         config = ClientConfig(resident_bytes=room, deadline_ms=CALL_MS)
         attempts = own_attempts()
-        with Client(port, lambda shard: choose(shard, None, attempts), SPEC, config=config) as client:
+        with Client(port, lambda shard: choose(shard, ANONYMOUS, attempts), SPEC, config=config) as client:
             policy = kvcluster.WindowPolicy(tail_tokens=_TAIL, migration_tokens=_MIGRATION)
             with client.sequence(policy=policy) as sequence:
                 return _measure(sequence, port, cluster.client(SPEC), tokens, calls, decoded)

@@ -44,7 +44,7 @@ def one_shard(coordinator: Mapping[str, Any], **tiers: Any) -> Iterator[tuple[Lo
 
 def set_policy(address: str, setting: tuple[str, str]) -> None:
     """Does the same as `kvcluster policy set`."""
-    with closing(Connection(address, None)) as connection:
+    with closing(Connection(address)) as connection:
         expect(Done, GrpcPort(connection).ask(SetPolicy((setting,)), Deadline.after_ms(CALL_MS)))
 
 

@@ -27,6 +27,7 @@ from kvcluster.runtime.tier_store import RegionStore
 from kvcluster.testing.cluster import MemoryCluster, RecordSource
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import DataPath, Deadline, run_to_completion
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.page_writer import PageWriter
 from kvcluster.transport.shm_pages import ShmPages
@@ -40,7 +41,7 @@ PATHS = {
     "tcp": {"over": "tcp", "note": f"{_NOTE}; streams: {TcpPages.streams.loads}"},
     "grpc": {"over": "tcp", "note": f"{_NOTE}; one stream"},
 }
-_OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
+_OPEN: dict[str, Callable[[str, Credentials], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
 _TENANT = Tenant("default")
 _SPARE_BYTES = 64 * 2**20
 _LEASE_MS = 60_000
@@ -52,7 +53,7 @@ _LEASE_MS = 60_000
 
 def connect(path: str, work: Work, at: Any) -> Path:
     """Opens a transport to the shard at those addresses."""
-    return _Transported(_OPEN[path](at[path], None), GrpcPages(at["grpc"], None), work, Epoch(at["epoch"]))
+    return _Transported(_OPEN[path](at[path], ANONYMOUS), GrpcPages(at["grpc"]), work, Epoch(at["epoch"]))
 
 
 class _BenchSource(RecordSource):

@@ -10,18 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from kvcluster.actors.actor_process import restarted, set_limits, waited_for
 from kvcluster.actors.settings import announce_reports, announced_host, next_epoch, read_settings
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, ShardId
-from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, ProcessInfo, Request, ScheduleSeen
+from kvcluster.core.ids import CLUSTER, CallId, ShardId, Tenant
+from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, ProcessInfo, Reply, Request, ScheduleSeen
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
@@ -32,11 +33,15 @@ from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
-from kvcluster.transport.rpc import RpcHandler, host_and_port
+from kvcluster.runtime.shard_credentials import CredentialIssuer
+from kvcluster.transport.addresses import host_and_port
+from kvcluster.transport.certificates import own_certificates
+from kvcluster.transport.rpc import RpcHandler
 from kvcluster.wire.methods import COORDINATOR
 
 log = logging.getLogger(__name__)
 _REPORTS = frozenset({"Report", "Inventory"})
+_ISSUING = frozenset({"IssueCredential"})
 _FOR_OPERATORS = frozenset({"Drain", "SetPolicy", "Probe"})
 _DRAIN_S = 5.0
 _LINE_CHARS = 1_024
@@ -62,8 +67,10 @@ class CoordinatorActor:
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
         self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process))
-        self._auth = auth = authenticator(server, secret, restarted=patient)
-        for_workers, for_shards = handlers_of(self._host.ask, calls)
+        self._certificates = certificates = wait(lambda: own_certificates(config.security))
+        issuer = CredentialIssuer()
+        self._auth = auth = authenticator(config, secret, epoch_of=issuer.epoch_of, restarted=patient)
+        for_workers, for_shards = handlers_of(self._host.ask, issuer, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
         self._server = wait(
@@ -76,6 +83,8 @@ class CoordinatorActor:
                 message_bytes,
                 calls,
                 setting="server.port, --port",
+                certificates=certificates,
+                client_certificates=config.security.client_certificates,
             )
         )
         self._reports = wait(
@@ -88,6 +97,8 @@ class CoordinatorActor:
                 limits.MESSAGE_BYTES,
                 calls,
                 setting="server.report_port",
+                certificates=certificates,
+                client_certificates=True,
             )
         )
         self._garbage = GarbageKeeper()
@@ -96,7 +107,10 @@ class CoordinatorActor:
         self._reports.start()
         self._server.start()
         ports = range(metrics.port, metrics.port + 1)
-        announce_reports(cluster, host_and_port(announced_host(self._reports.host), self._reports.port))
+        reports_at = announced_host(self._reports.host)
+        own = certificates.now().own if certificates is not None else None
+        server_name = own.name_for(reports_at) if own is not None else ""
+        announce_reports(cluster, host_and_port(reports_at, self._reports.port), server_name)
         self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls))
         self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
 
@@ -164,15 +178,23 @@ class CoordinatorActor:
 
 def handlers_of(
     ask: Ask,
+    issuer: CredentialIssuer,
     metrics: CallMetrics | None = None,
 ) -> tuple[dict[str, RpcHandler], dict[str, RpcHandler]]:
     """Returns the handlers of the server for workers, and of that for shards. `ask` has a question decoded, and
-    passes it on to the core."""
+    passes it on to the core; `issuer` answers what shards ask it for."""
+
+    def issue(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
+        """Answers a question that is not for the core."""
+        return issuer.issue(build(CallId(0)).question)
+
     reports = {name: COORDINATOR[name] for name in _REPORTS}
-    questions = {name: method for name, method in COORDINATOR.items() if name not in _REPORTS}
+    issuing = {name: COORDINATOR[name] for name in _ISSUING}
+    questions = {name: method for name, method in COORDINATOR.items() if name not in _REPORTS | _ISSUING}
     return (
         unary_handlers(questions, ask, operators=_FOR_OPERATORS, metrics=metrics),
-        unary_handlers(reports, ask, _REPORTS, metrics=metrics),
+        unary_handlers(reports, ask, _REPORTS, metrics=metrics)
+        | unary_handlers(issuing, issue, _ISSUING, metrics=metrics),
     )
 
 

@@ -18,9 +18,9 @@ import ray
 from ray.experimental import internal_kv as kv
 
 from kvcluster.config import Config, as_values, load
+from kvcluster.config.ports import is_loopback
 from kvcluster.core.ids import Epoch
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.auth import is_loopback
 from kvcluster.runtime.private_files import ACTORS, derived_key
 
 SPACE = b"kvcluster"
@@ -71,14 +71,17 @@ def next_epoch(cluster: str, process: str) -> Epoch:
     return Epoch(epoch)
 
 
-def announce_reports(cluster: str, address: str) -> None:
-    """Stores the address to which shards report now."""
-    _put(cluster, _REPORTS, address)
+def announce_reports(cluster: str, address: str, server_name: str = "") -> None:
+    """Stores the address to which shards report now, and the name that its certificate has, "" for the address
+    itself."""
+    _put(cluster, _REPORTS, f"{address} {server_name}".rstrip())
 
 
-def report_address(cluster: str) -> str:
-    """Returns the address to which shards report now; "" while no coordinator has announced one."""
-    return _get(cluster, _REPORTS) or ""
+def report_address(cluster: str) -> tuple[str, str]:
+    """Returns the address to which shards report now, "" while no coordinator has announced one, and the name of its
+    certificate."""
+    address, _, server_name = (_get(cluster, _REPORTS) or "").partition(" ")
+    return address, server_name
 
 
 def remember_homes(cluster: str, homes: dict[str, str]) -> None:

@@ -1,5 +1,5 @@
 """A shard as a Ray actor: a process with an arena, a gRPC server, servers of the faster data paths beside it, and
-connections to the coordinator and to the other shards, which carry the secret that the cluster keeps for itself."""
+connections to the coordinator and to the other shards, with credentials that the coordinator issues."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 
 import ray
 
 from kvcluster.actors.actor_process import restarted, set_limits, waited_for
 from kvcluster.actors.coordinator import end_process
-from kvcluster.actors.settings import next_epoch, reachable_host, read_settings, report_address
+from kvcluster.actors.coordinator_link import CoordinatorLink
+from kvcluster.actors.settings import next_epoch, reachable_host, read_settings
 from kvcluster.actors.stopping import on_sigterm, save_ms
-from kvcluster.config import Config, ServerConfig
+from kvcluster.config import Config
 from kvcluster.config.ports import port_text, shard_metrics_ports, shard_ports
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import (
-    Inventory,
     Leave,
     ListeningPort,
     PagesSaved,
     ProcessFacts,
     ProcessInfo,
-    Reply,
-    Report,
     ShardAddress,
 )
-from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.errors import KVClusterError
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
@@ -43,17 +40,20 @@ from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
+from kvcluster.runtime.shard_credentials import ShardProof
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
-from kvcluster.transport.base import Deadline, Transport, Unavailable
+from kvcluster.transport.base import Transport, Unavailable
+from kvcluster.transport.certificates import Certificates, own_certificates
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.listener import first_free
 from kvcluster.transport.process_location import locate_server
-from kvcluster.transport.rpc import ClockDifference, Connection, RpcHandler
+from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.thread_start import start_thread
-from kvcluster.wire.methods import COORDINATOR, SHARD
+from kvcluster.wire.methods import SHARD
 
 log = logging.getLogger(__name__)
 _ALSO_FOR_SHARDS = frozenset({"GetOffers", "Suspect"})
@@ -70,28 +70,37 @@ class ShardActor:
         calls = CallMetrics(SHARD)
         patient = restarted()
         wait = partial(waited_for, patient=patient, failed=calls.start_failed)
-        published, self._secret = wait(lambda: read_settings(cluster))
+        published, secret = wait(lambda: read_settings(cluster))
         config = published.of_group(group)
         set_up_log(config.log, shard)
         if config.shard.disk_bytes:
             volume = Identity(cluster, group, ShardId(shard))
             wait(lambda: claim_volume(config.shard.disk_dir, volume))
         self._me = ray.get_runtime_context().current_actor
-        self._coordinator = CoordinatorLink(cluster, self._secret)
         self._takes = config.server.transports
         self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
-        auth = authenticator(config.server, self._secret, restarted=patient)
+        certificates = wait(lambda: own_certificates(config.security))
+        epoch, proof = next_epoch(cluster, shard), ShardProof()
+        proves = Credentials(None if certificates else secret, certificates)
+        self._coordinator = CoordinatorLink(cluster, proves, epoch, proof)
+        auth = authenticator(config, secret, epoch_of=proof.epoch_of, restarted=patient)
         self._metrics: MetricsServer | None = None
         self._location = locate_server(config.server.socket_dir)
         self._probe = PeerProbe(
-            lambda: self._facts(config), lambda: self._coordinator.clock, self._secret, self._location
+            *(lambda: self._facts(config), lambda: self._coordinator.clock),
+            self._coordinator.credentials_for,
+            self._location,
         )
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
-        self._server = wait(lambda: _served(config.server, handlers, auth, calls))
+        self._server = wait(lambda: _served(config, handlers, auth, calls, certificates))
+        own = certificates.now().own if certificates is not None else None
         self._host = ShardHost(
-            ShardAddress(ShardId(shard), next_epoch(cluster, shard), self._server.address, self._location.host),
+            ShardAddress(
+                *(ShardId(shard), epoch, self._server.address, self._location.host),
+                server_name=own.name_for(self._server.host) if own is not None else "",
+            ),
             config,
             process=ProcessInfo(socket.gethostname(), __version__, config_hash(published)),
             tell=self._coordinator.report,
@@ -102,7 +111,7 @@ class ShardActor:
         host = self._host
         handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
         handlers.update(page_handlers(self._host))
-        self._paths = serve_paths(self._host, auth, config.server, self._server.host)
+        self._paths = serve_paths(self._host, auth, config.server, self._server.host, certificates)
         self._server.start()
         self._host.start(self._paths.offers)
         self._garbage = GarbageKeeper()
@@ -136,7 +145,8 @@ class ShardActor:
         self._garbage.close()
 
     def _open_source(self, shard: ShardAddress) -> Transport:
-        return choose(shard, self._secret, self._next_attempt, self._location, takes=self._takes)
+        credentials = self._coordinator.credentials_for(shard)
+        return choose(shard, credentials, self._next_attempt, self._location, takes=self._takes)
 
     def _facts(self, config: Config) -> ProcessFacts:
         """Returns what this process reports about itself in probes."""
@@ -182,71 +192,23 @@ class ShardActor:
 
 
 def _served(
-    config: ServerConfig, handlers: dict[str, RpcHandler], auth: Authenticator, calls: CallMetrics
+    config: Config,
+    handlers: dict[str, RpcHandler],
+    auth: Authenticator,
+    calls: CallMetrics,
+    certificates: Certificates | None,
 ) -> GrpcServer:
     """Returns a server on the first port for shards that is free on this node. Raises ConfigError if none is."""
-    host = reachable_host(config.host)
-    setting = "server.shard_ports"
+    server = config.server
+    host = reachable_host(server.host)
 
     def listen(port: int) -> GrpcServer:
-        return GrpcServer(handlers, auth, host, port, config.threads, metrics=calls, setting=setting)
+        return GrpcServer(
+            *(handlers, auth, host, port, server.threads),
+            metrics=calls,
+            setting="server.shard_ports",
+            certificates=certificates,
+            client_certificates=config.security.client_certificates,
+        )
 
-    return first_free(shard_ports(config), listen)
-
-
-_LOOK_UP_S = 2.0
-
-
-class CoordinatorLink:
-    """A shard's connection to its coordinator, which may start again elsewhere: the address is looked up again when the
-    connection fails. Used by one thread, except for `close`."""
-
-    def __init__(self, cluster: str, secret: str) -> None:
-        self._cluster = cluster
-        self._secret = secret
-        self._address = ""
-        self._announced = ""
-        self._lookup: threading.Thread | None = None
-        self._connection: Connection | None = None
-
-    def report(self, message: Report | Inventory, deadline: Deadline) -> Reply:
-        """Sends a report and returns its answer. Raises Unavailable or KVClusterError."""
-        if self._connection is None:
-            self._connect()
-        assert self._connection is not None
-        try:
-            return self._connection.ask(COORDINATOR[type(message).__name__], message, deadline)
-        except (Unavailable, Unreachable):
-            self._connect()
-            raise
-
-    @property
-    def clock(self) -> ClockDifference | None:
-        """How this clock differs from the coordinator's, by the last report that was answered."""
-        return self._connection.clock if self._connection is not None else None
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-
-    def _connect(self) -> None:
-        """Connects to the announced address if it is another one. Raises Unreachable while there is none."""
-        address = self._looked_up()
-        if not address:
-            raise Unreachable(f"no coordinator of cluster {self._cluster!r} has announced itself yet")
-        if address != self._address:
-            self.close()
-            self._address, self._connection = address, Connection(address, self._secret)
-
-    def _looked_up(self) -> str:
-        """Returns the announced address; the last known one if Ray's head does not answer soon, as while it is away or
-        cut off. Its answer may then take minutes, and the coordinator may be heard long before."""
-        if self._lookup is None or not self._lookup.is_alive():
-            self._lookup = threading.Thread(target=self._look_up, name="kvcluster-coordinator", daemon=True)
-            start_thread(self._lookup)
-        self._lookup.join(_LOOK_UP_S)
-        return self._announced
-
-    def _look_up(self) -> None:
-        with suppress(ray.exceptions.RayError):  # it is asked again after the next report that fails
-            self._announced = report_address(self._cluster)
+    return first_free(shard_ports(server), listen)

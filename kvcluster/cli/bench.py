@@ -11,7 +11,7 @@ from typing import Any
 from kvcluster.cli import bench_trace
 from kvcluster.cli.breakeven import config_of
 from kvcluster.cli.command_parser import positive
-from kvcluster.cli.coordinator_args import address_of
+from kvcluster.cli.coordinator_args import SelectedCluster, selected
 from kvcluster.cli.figures import setting, show, table
 from kvcluster.cli.measured_paths import MeasuredPath, add_measuring_args, block_count, measured_paths, spec_of
 from kvcluster.config import size_text
@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     spec = spec_of(_groups(options.model), options.block_tokens)
     blocks = block_count(spec, options.tokens)
-    measured = measure(address_of(options), options.token, spec, blocks, options.rounds)
+    measured = measure(selected(options), spec, blocks, options.rounds)
     show({"setting": setting(), **measured}, lines, as_json=options.json)
     return 0 if any(path["why"] is None for path in measured["paths"]) else 1
 
@@ -87,9 +87,9 @@ def _groups(model: str | None) -> tuple[Group, ...]:
 # ----------------------------------------------------------------------------------------- measurement
 
 
-def measure(address: str, token: str | None, spec: KVSpec, blocks: int, rounds: int) -> dict[str, Any]:
+def measure(cluster: SelectedCluster, spec: KVSpec, blocks: int, rounds: int) -> dict[str, Any]:
     """Returns the figures of every path, or why it has none. Raises KVClusterError if the cluster cannot be used."""
-    with measured_paths(address, token, spec, blocks) as paths:
+    with measured_paths(cluster, spec, blocks) as paths:
         for _ in range(rounds):
             for path in paths:
                 path.take_turn(("copy", "load", "store", "lookup"))

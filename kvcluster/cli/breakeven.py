@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.command_parser import positive
-from kvcluster.cli.coordinator_args import address_of
+from kvcluster.cli.coordinator_args import SelectedCluster, selected
 from kvcluster.cli.figures import table
 from kvcluster.cli.measured_paths import MeasuredPath, add_measuring_args, block_count, measured_paths, spec_of
 from kvcluster.core.breakeven import Breakeven
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
     spec = spec_of(read.groups, options.block_tokens)
     even = Breakeven(spec, spec.whole_parts(), options.prefill)
     blocks = block_count(spec, options.tokens)
-    measured = measure(address_of(options), options.token, even, blocks, options.rounds)
+    measured = measure(selected(options), even, blocks, options.rounds)
     figures = {
         "model": options.model,
         "groups": [_group_text(group) for group in spec.groups],
@@ -161,9 +161,9 @@ def _group_text(group: Group) -> str:
 # ----------------------------------------------------------------------------------------- measurement
 
 
-def measure(address: str, token: str | None, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
+def measure(cluster: SelectedCluster, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
     """Returns every path's figures, or why it has none. Raises KVClusterError if the cluster cannot be used."""
-    with measured_paths(address, token, even.spec, blocks) as paths:
+    with measured_paths(cluster, even.spec, blocks) as paths:
         for _ in range(rounds):
             for path in paths:
                 path.take_turn()

@@ -1,4 +1,4 @@
-"""The command-line options that select a coordinator, and the connection to it."""
+"""The command-line options that select a coordinator, what it is shown, and the connection to it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcluster.client.credential import read_token
 from kvcluster.client.status import status_dict
+from kvcluster.config import ENCRYPTIONS, ClientConfig
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
+from kvcluster.transport.addresses import check_address
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.credentials import Credentials, client_credentials
 from kvcluster.transport.listener import check_is_ours
-from kvcluster.transport.rpc import Connection, check_address
+from kvcluster.transport.rpc import Connection
 
 DEFAULT_PORT = 7070
 
@@ -28,7 +31,7 @@ ANSWER_MS = 10_000
 
 
 def add_coordinator_args(command: Any) -> None:
-    """Adds `--port`, `--address` and `--token-from` to a command."""
+    """Adds `--port`, `--address`, `--token-from`, `--ca` and `--encryption` to a command."""
     options = command.add_argument_group("which cluster")
     where = options.add_mutually_exclusive_group()
     where.add_argument(
@@ -53,6 +56,20 @@ def add_coordinator_args(command: Any) -> None:
         help="file that holds your token, where the cluster asks for one (default: the environment variable "
         "KVCLUSTER_TOKEN)",
     )
+    options.add_argument(
+        "--ca",
+        default="",
+        metavar="FILE",
+        help="certificates of the authorities by which the cluster's are verified, where it speaks TLS (default: the "
+        "environment variable KVCLUSTER_CA_FILE)",
+    )
+    options.add_argument(
+        "--encryption",
+        choices=ENCRYPTIONS,
+        default="",
+        help="what encrypts the connection to another machine: tls, the network below (WireGuard, a mesh), or nothing "
+        "(default: the environment variable KVCLUSTER_ENCRYPTION, or tls with --ca)",
+    )
 
 
 class _ReadToken(argparse.Action):
@@ -72,16 +89,40 @@ def address_of(options: argparse.Namespace) -> str:
     return os.environ.get("KVCLUSTER_ADDRESS") or f"127.0.0.1:{DEFAULT_PORT}"
 
 
+def credentials_of(options: argparse.Namespace) -> Credentials:
+    """Returns what a command shows to the selected coordinator. Raises ConfigError as `client_credentials`."""
+    return client_credentials(address_of(options), options.token, connection_config(options))
+
+
+def connection_config(options: argparse.Namespace) -> ClientConfig:
+    """Returns the settings of a client with which a command connects."""
+    return ClientConfig(ca_file=options.ca, encryption=options.encryption)
+
+
+class SelectedCluster(NamedTuple):
+    """What `connect` takes, beside a spec."""
+
+    address: str
+    token: str | None
+    config: ClientConfig
+
+
+def selected(options: argparse.Namespace) -> SelectedCluster:
+    """Returns how a client connects to the selected cluster."""
+    return SelectedCluster(address_of(options), options.token, connection_config(options))
+
+
 @contextmanager
 def coordinator(options: argparse.Namespace, *, wait_ms: int = 0, patient: bool = False) -> Iterator[GrpcPort]:
     """Connects to the selected coordinator. Waits up to `wait_ms` for it to answer, then raises Unreachable; with 0 it
     does not wait. If it is known at once that nothing listens, raises Unreachable at once, unless `patient`: then a
     coordinator that is about to start has `wait_ms`."""
     address = address_of(options)
-    connection = Connection(address, options.token)
+    credentials = credentials_of(options)
+    connection = Connection(address, credentials)
     try:
         if not patient:
-            check_is_ours(address, _GREETING_S)
+            check_is_ours(address, credentials, _GREETING_S)
         if wait_ms:
             if not patient:
                 _check_listens(address, wait_ms)

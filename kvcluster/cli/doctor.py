@@ -21,7 +21,13 @@ from typing import Any
 
 from kvcluster.cli import engine_doctor, gpu_doctor
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
-from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, check_listens, read_status
+from kvcluster.cli.coordinator_args import (
+    add_coordinator_args,
+    address_of,
+    check_listens,
+    credentials_of,
+    read_status,
+)
 from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.text_page import TableColumn, TextPage, print_figures
 from kvcluster.cli.weights import alone, kept_apart, read_engines, read_namespaces
@@ -34,6 +40,7 @@ from kvcluster.memory import native
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.path_selector import Opener, not_offered, not_taken, opened, said, try_path
 from kvcluster.transport.process_location import ProcessLocation, locate
@@ -98,7 +105,7 @@ def _doctor(options: argparse.Namespace) -> int:
         return gpu_doctor.run(as_json=options.json)
     if engine_doctor.is_asked(options):
         return engine_doctor.run(options, examine)
-    found = examine(address_of(options), options.token)
+    found = examine(address_of(options), credentials_of(options))
     print_figures(found, add_diagnosis, as_json=options.json)
     return 0 if found["healthy"] and not any(problem["severe"] for problem in found["cluster"]["problems"]) else 1
 
@@ -116,14 +123,18 @@ def _print_ports(config: Config, *, as_json: bool) -> None:
 
 
 def examine(
-    address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, location: ProcessLocation | None = None
+    address: str,
+    credentials: Credentials,
+    *,
+    openers: Mapping[str, Opener] = OPENERS,
+    location: ProcessLocation | None = None,
 ) -> dict[str, Any]:
     """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here;
     `cluster` has what its processes report about themselves and one another (cluster_doctor.judged)."""
     location = location or locate()
-    coordinator, status = _examine_coordinator(address, token)
+    coordinator, status = _examine_coordinator(address, credentials)
     tried = () if coordinator["credential"] == _OF_NO_TENANT else status.get("shards", ())
-    shards = [_examine_shard(shard, token, openers, location) for shard in tried]
+    shards = [_examine_shard(shard, credentials, openers, location) for shard in tried]
     found = {
         "address": address,
         "here": location.host,
@@ -131,7 +142,7 @@ def examine(
         "kernels": native.name(),
         "coordinator": coordinator,
         "shards": shards,
-        "cluster": _examine_cluster(address, token, status, shards),
+        "cluster": _examine_cluster(address, credentials, status, shards),
     }
     healthy, verdict = _verdict(coordinator, shards)
     return found | {"healthy": healthy, "verdict": verdict}
@@ -142,7 +153,7 @@ _OF_NO_TENANT = "of an operator without a tenant"
 # ------------------------------------------------------------------------------------------ the coordinator
 
 
-def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _examine_coordinator(address: str, credentials: Credentials) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the findings about the coordinator, and its status ({} if a step failed)."""
     found: dict[str, Any] = {
         "reachable": False,
@@ -155,7 +166,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
     }
     try:
         check_listens(address, PATIENCE_MS)
-        with closing(Connection(address, token)) as connection:
+        with closing(Connection(address, credentials)) as connection:
             connection.wait_ready(Deadline.after_ms(PATIENCE_MS))
             found["reachable"] = True
             found["credential"] = "accepted"
@@ -204,7 +215,7 @@ def _advice(error: Exception, address: str) -> str:
 
 
 def _examine_cluster(
-    address: str, token: str | None, status: Mapping[str, Any], shards: list[dict[str, Any]]
+    address: str, credentials: Credentials, status: Mapping[str, Any], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns what the processes report about themselves and one another; with `why`, if they cannot be asked."""
     nothing: dict[str, Any] = {"why": None, "processes": [], "pairs": [], "problems": []}
@@ -213,7 +224,7 @@ def _examine_cluster(
     if status["tenant"]:
         return nothing | {"why": "whether the shards reach one another is told to operators: give an operator's token"}
     try:
-        with closing(Connection(address, token)) as connection:
+        with closing(Connection(address, credentials)) as connection:
             port = GrpcPort(connection)
             probed = probe_cluster(port, PATIENCE_MS)
             status = read_status(port, PATIENCE_MS)  # as it is now: a shard may have been lost meanwhile
@@ -231,15 +242,16 @@ def _examine_cluster(
 
 
 def _examine_shard(
-    shard: Mapping[str, Any], token: str | None, openers: Mapping[str, Opener], location: ProcessLocation
+    shard: Mapping[str, Any], credentials: Credentials, openers: Mapping[str, Opener], location: ProcessLocation
 ) -> dict[str, Any]:
     found = {name: shard[name] for name in ("shard", "epoch", "address", "host", "state")}
+    credentials = credentials.named(shard["server_name"])
     tried: list[dict[str, Any]] = []
     why = "the coordinator no longer gets reports from it" if shard["state"] == "lost" else None
     if why is None:
         try:
-            with closing(GrpcPages(shard["address"], token)) as control:
-                tried = _examine_paths(shard, control, token, openers, location)
+            with closing(GrpcPages(shard["address"], credentials)) as control:
+                tried = _examine_paths(shard, control, credentials, openers, location)
         except ConfigError as error:
             why = said(error)
     works = [path["transport"] for path in tried if path["works"]]
@@ -249,13 +261,13 @@ def _examine_shard(
 def _examine_paths(
     shard: Mapping[str, Any],
     control: GrpcPages,
-    token: str | None,
+    credentials: Credentials,
     openers: Mapping[str, Opener],
     location: ProcessLocation,
 ) -> list[dict[str, Any]]:
     """Returns for every transport, in order of preference, whether it works from here."""
     epoch, next_attempt = Epoch(shard["epoch"]), own_attempts()
-    grpc = _tried("grpc", lambda: GrpcPages(shard["address"], token), epoch, next_attempt)
+    grpc = _tried("grpc", lambda: GrpcPages(shard["address"], credentials), epoch, next_attempt)
     offers: Offers | None = None
     silence = "control messages use gRPC, which does not work"
     if grpc["works"]:
@@ -269,7 +281,9 @@ def _examine_paths(
         if why is None:
             why = silence if offers is None else not_offered(name, offers, shard["host"], location)
         if why is None and offers is not None:
-            found.append(_tried(name, partial(opened, name, offers, location, token, openers), epoch, next_attempt))
+            found.append(
+                _tried(name, partial(opened, name, offers, location, credentials, openers), epoch, next_attempt)
+            )
         else:
             found.append(_untried(name, why, BY_NAME[name].offered_where))
     return [*found, grpc]

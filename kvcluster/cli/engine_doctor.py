@@ -19,8 +19,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvcluster.child_python import module_command
+from kvcluster.cli.coordinator_args import credentials_of
 from kvcluster.client.credential import read_token
+from kvcluster.config import ClientConfig
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.transport.credentials import CONNECTION, Credentials, client_credentials
 
 ENGINES = {"vllm": "kvcluster.engines.vllm.examine"}
 """By engine: the module that examines it."""
@@ -29,8 +32,8 @@ WIDTH = 80
 _PATIENCE_S = 600.0
 """For imports on a cold disk, and with --read-weights for weights of some hundred GB."""
 
-Examine = Callable[[str, "str | None"], Mapping[str, Any]]
-"""Examines the cluster at an address, with a token (doctor.examine)."""
+Examine = Callable[[str, Credentials], Mapping[str, Any]]
+"""Examines the cluster at an address, with credentials (doctor.examine)."""
 
 
 def add_arguments(doctor: Any) -> None:
@@ -140,11 +143,13 @@ def _cluster(
 ) -> Mapping[str, Any] | None:
     """Returns the findings about the cluster that --address names, or the engine's settings; None if neither does."""
     if options.address:
-        return examine(options.address, options.token)
+        return examine(options.address, credentials_of(options))
     if settings is None or not settings["address"] or settings["mode"] == "off":
         return None
     try:
-        return examine(settings["address"], read_token(settings["token_file"]))
+        client = ClientConfig(**{name: settings[name] for name in CONNECTION})
+        token = read_token(settings["token_file"])
+        return examine(settings["address"], client_credentials(settings["address"], token, client))
     except ConfigError as error:
         return {"address": settings["address"], "healthy": False, "verdict": str(error)}
 

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
-from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, connection_config, coordinator
 from kvcluster.cli.prompt_args import add_prompt_args, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
 from kvcluster.cli.weights import read_namespaces
@@ -90,7 +90,7 @@ def _ask(
 ) -> int:
     """Asks the cluster about the prompt by a call of the client, and prints the answer."""
     prompt, spec = read_prompt(options), _spec(options)
-    with connect(address_of(options), spec, token=options.token) as client:
+    with connect(address_of(options), spec, token=options.token, config=connection_config(options)) as client:
         found = ask(client, prompt, accept=Loss[options.accept.upper()])
     if options.json:
         print(json.dumps(as_dict(found, spec, len(prompt.token_ids)), indent=2))

@@ -15,14 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvcluster.cli.command_parser import positive
-from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, check_listens
+from kvcluster.cli.coordinator_args import ANSWER_MS, SelectedCluster, add_coordinator_args, check_listens
 from kvcluster.cli.measured_model import MODEL
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.config import TRANSPORTS, ClientConfig
+from kvcluster.config import TRANSPORTS
 from kvcluster.core import limits
 from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.groups import Group
@@ -72,12 +73,12 @@ def block_count(spec: KVSpec, tokens: int | None) -> int:
 
 
 @contextmanager
-def measured_paths(address: str, token: str | None, spec: KVSpec, blocks: int) -> Iterator[list[MeasuredPath]]:
+def measured_paths(cluster: SelectedCluster, spec: KVSpec, blocks: int) -> Iterator[list[MeasuredPath]]:
     """Yields each path, warmed up with calls of up to so many blocks. At the end it purges what was stored. Raises
     KVClusterError if the cluster cannot be used."""
     try:
-        check_listens(address, ANSWER_MS)
-        with _warm_paths(address, token, spec, blocks) as paths:
+        check_listens(cluster.address, ANSWER_MS)
+        with _warm_paths(cluster, spec, blocks) as paths:
             yield paths
     except Unreachable as error:
         raise Unreachable(
@@ -86,15 +87,15 @@ def measured_paths(address: str, token: str | None, spec: KVSpec, blocks: int) -
 
 
 @contextmanager
-def _warm_paths(address: str, token: str | None, spec: KVSpec, blocks: int) -> Iterator[list[MeasuredPath]]:
+def _warm_paths(cluster: SelectedCluster, spec: KVSpec, blocks: int) -> Iterator[list[MeasuredPath]]:
     with needs("torch"):
         from kvcluster.cli.measured_memory import MeasuredMemory
     with ExitStack() as house:
         content = MeasuredMemory(spec, blocks)
         paths: list[MeasuredPath] = []
         for name in TRANSPORTS:
-            config = ClientConfig(deadline_ms=_DEADLINE_MS, transports=(name,))
-            client = house.enter_context(connect(address, spec, token=token, config=config))
+            over = replace(cluster.config, deadline_ms=_DEADLINE_MS, transports=(name,))
+            client = house.enter_context(connect(cluster.address, spec, token=cluster.token, config=over))
             if not paths:
                 house.callback(_forget, client)
             paths.append(MeasuredPath(name, client, content))

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from kvcluster.cli.command_parser import positive, seconds
-from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, connection_config, coordinator
 from kvcluster.cli.prompt_args import ID_CHARS, add_prompt_args, layout_id, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, counted, duration_text, print_figures
 from kvcluster.cli.weights import read_namespaces
@@ -165,7 +165,7 @@ def _run(options: argparse.Namespace) -> int:
     tokens = len(prompt.token_ids)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         spec = spec_of(options, read_namespaces(port, ANSWER_MS))
-    with connect(address_of(options), spec, token=options.token) as client:
+    with connect(address_of(options), spec, token=options.token, config=connection_config(options)) as client:
         if options.verb == "unpin":
             client.unpin(prompt)
             print("the prompt may be evicted again")

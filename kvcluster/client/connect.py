@@ -19,6 +19,7 @@ from kvcluster.transfers.layouts import check_connect
 from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS, Credentials, client_credentials
 from kvcluster.transport.listener import check_is_ours
 from kvcluster.transport.process_location import locate
 from kvcluster.transport.rpc import Connection
@@ -48,46 +49,49 @@ def connect(
         with kvcluster.connect("127.0.0.1:7070", spec) as client:
             client.lookup(token_ids)
 
-    `token` is the credential, None for a cluster without tokens. `part` is what this worker holds of every group (see
-    Client). `config` has deadlines and limits (ClientConfig); it waits up to `config.connect_ms` for a server.
+    `token` is the credential, None for a cluster without tokens or for a client with a certificate of its own. It is
+    sent after the coordinator has shown a certificate of its name by `config.ca_file` (docs/security.md); in the clear
+    only to loopback, or if `config.encryption` says so. `part` is what this worker holds of every group (see Client).
+    `config` has deadlines and limits (ClientConfig); it waits up to `config.connect_ms` for a server.
 
     Raises ConfigError for an invalid address or setting, Unreachable if nothing answers in time, CredentialError for a
-    missing or unknown token, ProtocolError if another program or another version answers, and KVClusterError in a
-    process that was forked from the middle of a call. A process that was forked connects again: it cannot use its
-    parent's client.
+    missing or unknown token or a certificate that is refused, ProtocolError if another program or another version
+    answers, and KVClusterError in a process that was forked from the middle of a call. A process that was forked
+    connects again: it cannot use its parent's client.
     """
     config = client_config(config)
     check_connect(spec, token)
     here = served_here(address)
-    port = GrpcPort(Connection(address, token)) if here is None else here.port(token)
+    credentials = client_credentials(address, token, config) if here is None else ANONYMOUS
+    port = GrpcPort(Connection(address, credentials)) if here is None else here.port(token)
     deadline = Deadline.after_ms(config.connect_ms)
     try:
-        open_transport = _opener(token, config) if here is None else here.opener(token)
+        open_transport = _opener(credentials, config) if here is None else here.opener(token)
         client = Client(port, open_transport, spec, part=part, config=config, token=token, address=address)
     except BaseException:
         port.close()
         raise
     try:
-        _attach(client, address, deadline)
+        _attach(client, address, credentials, deadline)
     except BaseException:
         client.close()
         raise
     return client
 
 
-def _opener(token: str | None, config: ClientConfig) -> OpenTransport:
+def _opener(credentials: Credentials, config: ClientConfig) -> OpenTransport:
     """Returns a function that opens transports to shards of other processes."""
     next_attempt, location = own_attempts(), locate(config.socket_dir)
     if location.why_not:
         log.warning("pages of shards on this node do not come by shared memory: %s", location.why_not)
 
     def open_transport(shard: ShardAddress) -> Transport:
-        return choose(shard, token, next_attempt, location, takes=config.transports)
+        return choose(shard, credentials, next_attempt, location, takes=config.transports)
 
     return open_transport
 
 
-def _attach(client: Client, address: str, deadline: Deadline) -> None:
+def _attach(client: Client, address: str, credentials: Credentials, deadline: Deadline) -> None:
     """Attaches, and repeats it while no server listens there. Raises Unreachable if none answers by the deadline, and
     ProtocolError as soon as the server there turns out to be another program's.
 
@@ -100,7 +104,7 @@ def _attach(client: Client, address: str, deadline: Deadline) -> None:
             return
         except Unavailable as trouble:
             if first and served_here(address) is None:
-                check_is_ours(address, min(_GREETING_S, deadline.remaining_s()))
+                check_is_ours(address, credentials, min(_GREETING_S, deadline.remaining_s()))
             late = trouble.miss.reason is MissReason.DEADLINE and not first
             first = False
             if late or not deadline.remaining_s():

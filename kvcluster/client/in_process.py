@@ -11,8 +11,8 @@ from typing import Protocol
 
 from kvcluster.transfers.coordinator_client import CoordinatorPort
 from kvcluster.transfers.shard_connections import OpenTransport
+from kvcluster.transport.addresses import IN_PROCESS as SCHEME
 from kvcluster.transport.forks import OwnProcess
-from kvcluster.transport.rpc import IN_PROCESS as SCHEME
 
 __all__ = ["SCHEME", "ServedHere", "served", "served_here"]
 

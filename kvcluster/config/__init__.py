@@ -6,9 +6,13 @@
 from kvcluster.config.loading import as_values, client_config, differences, load, size, size_text
 from kvcluster.config.sections import (
     CODECS,
+    ENCRYPTIONS,
     LOG_FORMATS,
     LOSSES,
+    NETWORK,
+    NO_ENCRYPTION,
     SHARD_RESOURCE,
+    TLS,
     TRANSPORTS,
     TWIN,
     ClientConfig,
@@ -19,15 +23,20 @@ from kvcluster.config.sections import (
     LogConfig,
     MetricsConfig,
     RayConfig,
+    SecurityConfig,
     ServerConfig,
     ShardConfig,
 )
 
 __all__ = [
     "CODECS",
+    "ENCRYPTIONS",
     "LOG_FORMATS",
     "LOSSES",
+    "NETWORK",
+    "NO_ENCRYPTION",
     "SHARD_RESOURCE",
+    "TLS",
     "TRANSPORTS",
     "TWIN",
     "ClientConfig",
@@ -38,6 +47,7 @@ __all__ = [
     "LogConfig",
     "MetricsConfig",
     "RayConfig",
+    "SecurityConfig",
     "ServerConfig",
     "ShardConfig",
     "as_values",

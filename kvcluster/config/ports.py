@@ -6,6 +6,7 @@ it; "0" in a setting takes any free port, which suits a cluster on one machine.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from itertools import pairwise
 from typing import NamedTuple
@@ -81,6 +82,16 @@ def port_table(config: Config) -> list[PortUse]:
             PortUse(worker_ports, "ray.worker_ports", "Ray's actors", NODES, ray=True),
         ]
     return [use for use in used if use.ports.start]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine can reach this address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def port_text(ports: range) -> str:

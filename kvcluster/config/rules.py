@@ -11,13 +11,17 @@ from dataclasses import fields
 from itertools import chain
 from typing import Any
 
-from kvcluster.config.ports import METRICS_PORTS, overlapping, parse_ports, port_table
+from kvcluster.config.ports import METRICS_PORTS, is_loopback, overlapping, parse_ports, port_table
 from kvcluster.config.sections import (
     CODECS,
+    ENCRYPTIONS,
     GPU_DEVICES,
     LOG_FORMATS,
     LOSSES,
+    NETWORK,
+    NO_ENCRYPTION,
     NODE_PORTS,
+    TLS,
     TRANSPORTS,
     ClientConfig,
     Config,
@@ -48,6 +52,7 @@ def check(config: Config) -> None:
         _shard_rules(config.shard, "shard"),
         _group_rules(config),
         _ray_rules(config),
+        _security_rules(config),
         _client_rules(config.client),
         _transport_rules(config),
         _event_rules(config.events),
@@ -215,6 +220,32 @@ def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
     assert isinstance(staging, int), "sizes are numbers by now"
     least = f"client.device_staging_bytes must be 0 or at least {LEAST_STAGING_BYTES}, not {staging}"
     yield staging == 0 or staging >= LEAST_STAGING_BYTES, least
+
+
+def _security_rules(config: Config) -> Iterator[_Rule]:
+    security, client = config.security, config.client
+    for prefix, chosen in (("security", security.encryption), ("client", client.encryption)):
+        known = f"{prefix}.encryption must be one of {', '.join(ENCRYPTIONS)}, not {chosen!r}"
+        yield chosen in ("", *ENCRYPTIONS), known
+    encrypts = security.encryption == TLS
+    for name in ("ca_file", "cert_file", "key_file"):
+        path = getattr(security, name)
+        yield (
+            bool(path) == encrypts,
+            f"security.{name} is needed for security.encryption = {TLS!r}, and has no meaning without it",
+        )
+        yield not path or os.path.isabs(path), f"security.{name} must be an absolute path, not {path!r}"
+    yield (
+        encrypts or not security.client_certificates,
+        f"security.client_certificates needs security.encryption = {TLS!r}",
+    )
+    yield (
+        bool(security.encryption) or is_loopback(config.server.host),
+        f"server.host is {config.server.host}, which other machines reach, and nothing says how their traffic is "
+        f"encrypted: set security.encryption to {TLS!r}, to {NETWORK!r} if the network below encrypts (WireGuard, a "
+        f"mesh), or to {NO_ENCRYPTION!r} (docs/security.md)",
+    )
+    yield bool(client.cert_file) == bool(client.key_file), "client.cert_file and client.key_file belong together"
 
 
 def _transport_rules(config: Config) -> Iterator[_Rule]:

@@ -24,6 +24,10 @@ LOSSES = ("exact", "q8", "q4")
 
 LOG_FORMATS = ("text", "json")
 
+TLS, NETWORK, NO_ENCRYPTION = "tls", "network", "none"
+ENCRYPTIONS = (TLS, NETWORK, NO_ENCRYPTION)
+"""What encrypts the traffic of a cluster (SecurityConfig.encryption)."""
+
 SHARD_RESOURCE = "kvcluster_shard"
 """The custom resource of Ray that a node offers for each shard that it takes."""
 
@@ -168,6 +172,25 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """How traffic beyond shared memory is encrypted, and by which certificates processes know one another.
+
+    `encryption`: `tls`; `network`, which says that the network below encrypts, as WireGuard or a mesh does; `none`; ""
+    for a cluster whose addresses are all loopback, which needs none. Beyond loopback one of the three must be named.
+    `ca_file`: PEM certificates of the authorities that certificates are verified against. `cert_file`, `key_file`: this
+    node's own certificate, with the chain that leads to an authority, and its key, PEM. Names of files that each node
+    has under the same path. They are read again when they change.
+    `client_certificates`: workers and operators must show a certificate, too. One with the URI
+    kvcluster://CLUSTER/tenant/NAME or kvcluster://CLUSTER/operator needs no token."""
+
+    encryption: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    client_certificates: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EventsConfig:
     """KV events for external subscribers. `endpoint`: the address to publish on, such as "tcp://127.0.0.1:5557"; "" for
     none. `replay`: the address that replays missed events, out of the last `buffer_batches` batches. Events show the
@@ -237,6 +260,14 @@ class ClientConfig:
     `socket_dir`: the directory in which shards of this node have their local sockets (server.socket_dir); "" for that
     in the environment variable KVCLUSTER_SOCKET_DIR.
     `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
+    `encryption`: tls, network or none (SecurityConfig); "" is that in the environment variable KVCLUSTER_ENCRYPTION,
+    tls if there is a `ca_file`, and none for an address on loopback. To other addresses nothing is sent until one is
+    named.
+    `ca_file`: PEM certificates of the authorities that servers are verified against, "" for that in KVCLUSTER_CA_FILE.
+    `cert_file`, `key_file`: a certificate of this client's own and its key, for clusters with
+    `security.client_certificates`; "" for those in KVCLUSTER_CERT_FILE and KVCLUSTER_KEY_FILE.
+    `server_name`: the name that the coordinator's certificate must have, "" for that in KVCLUSTER_SERVER_NAME, or else
+    the host of its address.
     `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
     do not wait for their stores.
     `resident_bytes`: memory for the pages of open sequences, taken as they grow; a number, or text such as "4GiB".
@@ -252,6 +283,11 @@ class ClientConfig:
     accept: str = "q4"
     transports: tuple[str, ...] = TRANSPORTS
     socket_dir: str = ""
+    encryption: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
     store_niceness: int = 0
     resident_bytes: int | str = 2**30
     device_staging_bytes: int | str = 0
@@ -273,6 +309,7 @@ class Config:
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
     shard: ShardConfig = field(default_factory=ShardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     log: LogConfig = field(default_factory=LogConfig)

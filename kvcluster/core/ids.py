@@ -26,13 +26,15 @@ CLUSTER = Tenant("")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants.
+    """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants;
+    `epoch`: its incarnation, None for one that has no credential of its own yet and may ask for one.
     `operator`: may make calls that affect all tenants. `version`: of the protocol, as agreed on with this caller."""
 
     tenant: Tenant
     internal: bool = False
     operator: bool = False
     version: int = PROTOCOL_VERSION
+    epoch: Epoch | None = None
 
 
 ShardId = NewType("ShardId", str)

@@ -391,6 +391,12 @@ some KiB."""
 TOKEN_FILE_BYTES = 1024 * 1024
 """Ten thousand credentials."""
 
+SHARD_CREDENTIALS = 16_384
+"""Incarnations of shards to which the coordinator has issued credentials: more than start within the time of one."""
+
+CERTIFICATE_FILE_BYTES = 1024 * 1024
+"""A file of authorities, or of a certificate and its chain: some hundred certificates."""
+
 TRACE_WAITING_TOKENS = 4_000_000
 """Tokens of requests that wait in an observing engine to be hashed: 32 MB of lists, and some seconds of a thread."""
 

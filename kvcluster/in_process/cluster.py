@@ -57,7 +57,7 @@ class InProcessCluster(InProcessHosts):
             config = replace(config, coordinator=replace(config.coordinator, state_dir=str(folder)))
         super().__init__(config)
         self.address = f"{SCHEME}{config.name}-{secrets.token_hex(4)}"
-        self._auth = authenticator(config.server, secrets.token_urlsafe(32))
+        self._auth = authenticator(config, "")
         self._lock = threading.Lock()
         self._ended = False
 

@@ -4,8 +4,12 @@ A token file has one line for each credential, `sha256:<hex digest of the token>
 begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
 bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
 of its own tenant only. An operator's line may have `-` in place of a tenant: its bearer runs the commands of COMMANDS
-and nothing else, and is not counted among the tenants. The actors of a cluster authenticate to one another with a
-secret of their own, which stands for no tenant.
+and nothing else, and is not counted among the tenants. A line `revoked  sha256:<fingerprint>` has the client
+certificate with that fingerprint refused, whatever it names.
+
+Where clients show certificates, one whose URI names a tenant or an operator of this cluster needs no token
+(transport/certificates.py). Shards show what the coordinator has issued to them (shard_credentials.py), which stands
+for no tenant.
 
 The file is read again when it changes, so that tokens are added and revoked while the cluster runs. It is looked at
 when a caller is to be authenticated, at most once in LOOK_S. A file that has become unusable changes nothing: the
@@ -17,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import logging
 import os
 import re
@@ -29,10 +32,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvcluster.config import ServerConfig
+from kvcluster.config import TLS, Config
+from kvcluster.config.ports import is_loopback
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Caller, Tenant
+from kvcluster.core.ids import CLUSTER, Caller, Epoch, Tenant
 from kvcluster.errors import ConfigError, CredentialError
+from kvcluster.transport.certificates import OPERATOR, SCHEME, SHARD, CertificateNames
 
 log = logging.getLogger(__name__)
 
@@ -44,15 +49,18 @@ NO_TENANT = Tenant("-")
 COMMANDS = frozenset({"Ping", "GetStatus", "GetEngines", "GetNamespaces", "GetPins", "Drain", "SetPolicy", "Probe"})
 """The coordinator's methods that a token of NO_TENANT may call."""
 
+_REVOKED = re.compile(r"revoked\s+sha256:([0-9a-f]{64})")
 _LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT.pattern})(\s+operator)?|-\s+operator)")
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Tokens(NamedTuple):
-    """The content of a token file: digest -> tenant, and the digests that are operators'."""
+    """The content of a token file: digest -> tenant, and the digests that are operators'. `revoked`: fingerprints of
+    client certificates."""
 
     tenants: dict[str, Tenant]
     operators: frozenset[str]
+    revoked: frozenset[str] = frozenset()
 
     @property
     def tenant_count(self) -> int:
@@ -166,10 +174,13 @@ def read_token_file(path: str) -> Tokens:
 def parse_tokens(text: str) -> Tokens:
     """Parses the text of a token file. Raises ConfigError that names the faulty line."""
     tenants: dict[str, Tenant] = {}
-    operators = set()
+    operators, revoked = set(), set()
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if not line or line.startswith("#"):
+            continue
+        if certificate := _REVOKED.fullmatch(line):
+            revoked.add(certificate[1])
             continue
         match = _LINE.fullmatch(line)
         if match is None:
@@ -182,17 +193,38 @@ def parse_tokens(text: str) -> Tokens:
         tenants[match[1]] = Tenant(match[2]) if match[2] else NO_TENANT
         if match[3] or not match[2]:
             operators.add(match[1])
-    if not tenants:
+    if not tenants and not revoked:
         raise ConfigError("the token file contains no token, so no client could connect; `kvcluster token` makes one")
-    return Tokens(tenants, frozenset(operators))
+    return Tokens(tenants, frozenset(operators), frozenset(revoked))
 
 
 DEFAULT_TENANT = Tenant("default")
+
+ONLY_TO_ISSUE = (
+    "a shard proves by this that it may have a credential of its own (IssueCredential), and does all else with that"
+)
 
 NOT_A_TENANT = (
     "this token is an operator's and stands for no tenant: it runs commands such as status and drain, and neither "
     "stores nor loads; use a token of the tenant (`kvcluster token --tenant NAME`)"
 )
+
+
+EpochOf = Callable[[str], "Epoch | None"]
+"""The token of a shard -> its incarnation; None for other tokens."""
+
+
+def _no_shard(token: str) -> Epoch | None:
+    """Knows no shard."""
+    return None
+
+
+def _tenant(caller: Caller) -> Tenant:
+    if caller.tenant == NO_TENANT:
+        raise CredentialError(NOT_A_TENANT)
+    if caller.internal and caller.epoch is None:
+        raise CredentialError(ONLY_TO_ISSUE)
+    return caller.tenant
 
 
 class Authenticator:
@@ -202,15 +234,21 @@ class Authenticator:
     def __init__(
         self,
         tenants: Mapping[str, Tenant] | None,
-        internal_secret: str,
+        secret: str,
         operators: frozenset[str] = frozenset(),
         *,
         file: TokenFile | None = None,
+        epoch_of: EpochOf = _no_shard,
+        cluster: str = "kvcluster",
     ) -> None:
-        """`tenants`: by the digest of their tokens, of which `operators` are some; or the same in a `file`."""
+        """`tenants`: by the digest of their tokens, of which `operators` are some; or the same in a `file`. `secret`:
+        what shards show to get a credential, "" where they show certificates. `epoch_of`: see shard_credentials.py.
+        `cluster`: the name in the URIs of certificates."""
         self._fixed = Tokens(dict(tenants), operators) if tenants is not None else None
         self._file = file
-        self._internal = digest(internal_secret)
+        self._secret = digest(secret) if secret else ""
+        self._epoch_of = epoch_of
+        self._cluster = cluster
 
     @property
     def tenants(self) -> int:
@@ -229,7 +267,9 @@ class Authenticator:
     def caller(self, token: str | None) -> Caller:
         """Returns the caller of this token. Raises CredentialError if the token is missing, unknown or revoked."""
         hashed = digest(token) if token else ""
-        if token and hmac.compare_digest(hashed, self._internal):
+        if token and (epoch := self._epoch_of(token)) is not None:
+            return Caller(CLUSTER, internal=True, epoch=epoch)
+        if self._secret and hmac.compare_digest(hashed, self._secret):
             return Caller(CLUSTER, internal=True)
         tokens = self._tokens()
         if tokens is None:
@@ -243,12 +283,30 @@ class Authenticator:
             raise CredentialError("the cluster does not know this token; ask its operator for another")
         return Caller(tenant, operator=hashed in tokens.operators)
 
+    def by_certificate(self, shown: CertificateNames) -> Caller:
+        """Returns the caller who shows this verified certificate and no token. Raises CredentialError if it was
+        revoked, or its URIs name no role or several tenants of this cluster."""
+        tokens = self._tokens()
+        if tokens is not None and shown.fingerprint in tokens.revoked:
+            raise CredentialError("this client's certificate was revoked; ask the operator of the cluster for another")
+        if shown.has_role(self._cluster, SHARD):
+            return Caller(CLUSTER, internal=True)
+        tenants = [name for name in shown.tenants(self._cluster) if TENANT.fullmatch(name)]
+        operator = shown.has_role(self._cluster, OPERATOR)
+        if len(tenants) > 1 or not (tenants or operator):
+            raise CredentialError(
+                f"this client's certificate names {len(tenants)} tenants of the cluster {self._cluster!r}: without a "
+                f"token it needs one URI {SCHEME}{self._cluster}/tenant/NAME, or {SCHEME}{self._cluster}/operator"
+            )
+        return Caller(Tenant(tenants[0]) if tenants else NO_TENANT, operator=operator)
+
+    def tenant_by_certificate(self, shown: CertificateNames) -> Tenant:
+        """As `tenant`."""
+        return _tenant(self.by_certificate(shown))
+
     def tenant(self, token: str | None) -> Tenant:
         """Returns the tenant of this token. Raises CredentialError as `caller`, and for one that stands for none."""
-        tenant = self.caller(token).tenant
-        if tenant == NO_TENANT:
-            raise CredentialError(NOT_A_TENANT)
-        return tenant
+        return _tenant(self.caller(token))
 
     def _count(self) -> int:
         """Returns the number of tenants; 0 while it is not known."""
@@ -288,26 +346,19 @@ def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
     return f"sha256:{digest(token)}  {tenant}" + ("  operator" if operator else "")
 
 
-def authenticator(config: ServerConfig, internal_secret: str, *, restarted: bool = False) -> Authenticator:
+def authenticator(
+    config: Config, secret: str, *, epoch_of: EpochOf = _no_shard, restarted: bool = False
+) -> Authenticator:
     """Returns the Authenticator that the configuration asks for. Raises ConfigError if the server would accept callers
-    from other machines without tokens, or if the token file cannot be used; not if it has `restarted`, since then the
-    rest of the cluster needs it, and no client is admitted until the file can be used."""
-    if config.token_file:
-        file = TokenFile(config.token_file, one_tenant="shm" in config.transports, must_exist=not restarted)
-        return Authenticator(None, internal_secret, file=file)
-    if not is_loopback(config.host) and not config.insecure:
+    from other machines without tokens or certificates, or if the token file cannot be used; not if it has `restarted`,
+    since then the rest of the cluster needs it, and no client is admitted until the file can be used."""
+    server, tls = config.server, config.security.encryption == TLS
+    file = None
+    if server.token_file:
+        file = TokenFile(server.token_file, one_tenant="shm" in server.transports, must_exist=not restarted)
+    elif not is_loopback(server.host) and not server.insecure and not config.security.client_certificates:
         raise ConfigError(
-            f"refusing to listen on {config.host} without a token file: any client could read the cache. "
+            f"refusing to listen on {server.host} without a token file: any client could read the cache. "
             "Give server.token_file (--token-file), or pass --insecure if the network itself restricts access"
         )
-    return Authenticator(None, internal_secret)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine can reach this address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return Authenticator(None, "" if tls else secret, file=file, epoch_of=epoch_of, cluster=config.name)

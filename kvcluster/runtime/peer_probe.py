@@ -18,6 +18,7 @@ from kvcluster.core.miss import MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.path_selector import not_offered, opened, said, try_path
 from kvcluster.transport.process_location import ProcessLocation
@@ -40,16 +41,17 @@ _TCP = "tcp"
 
 class PeerProbe:
     """Carries out probes for one shard. `facts`: what its process reports about itself. `clock`: how its clock differs
-    from the coordinator's, None if it is not known. `token`: the credential that the cluster keeps for itself."""
+    from the coordinator's, None if it is not known. `credentials_for`: what this shard shows to another."""
 
     def __init__(
         self,
         facts: Callable[[], ProcessFacts],
         clock: Callable[[], ClockDifference | None],
-        token: str,
+        credentials_for: Callable[[ShardAddress], Credentials],
         location: ProcessLocation,
     ) -> None:
-        self._facts, self._clock, self._token, self._location = facts, clock, token, location
+        self._facts, self._clock, self._location = facts, clock, location
+        self._credentials_for = credentials_for
         self._next_attempt = own_attempts()
         self._closing = False
 
@@ -88,18 +90,23 @@ class PeerProbe:
 
     def _links(self, peer: ShardAddress) -> Iterator[Link]:
         """Yields the try over gRPC, and over TCP if the answer over gRPC names its address."""
-        grpc = self._timed(peer, "grpc", partial(GrpcPages, peer.address, self._token))
+        try:
+            shows = self._credentials_for(peer)
+        except KVClusterError as error:
+            yield _failed(peer, "grpc", f"the coordinator gives no credential for it: {said(error)}")
+            return
+        grpc = self._timed(peer, "grpc", partial(GrpcPages, peer.address, shows))
         yield grpc
         if grpc.why:
             return
         try:
-            with closing(GrpcPages(peer.address, self._token)) as control:
+            with closing(GrpcPages(peer.address, shows)) as control:
                 offers = control.offers(Deadline.after_ms(PATIENCE_MS))
         except (KVClusterError, RefusedByShard) as error:
             yield _failed(peer, _TCP, f"it does not tell its transports: {said(error)}")
             return
         if _TCP in OPENERS and not_offered(_TCP, offers, peer.host, self._location) is None:
-            yield self._timed(peer, _TCP, partial(opened, _TCP, offers, self._location, self._token, OPENERS))
+            yield self._timed(peer, _TCP, partial(opened, _TCP, offers, self._location, shows, OPENERS))
 
     def _timed(self, peer: ShardAddress, transport: str, open_path: Callable[[], DataPath]) -> Link:
         try:

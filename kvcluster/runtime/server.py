@@ -7,6 +7,9 @@ is compared then, too, and each answer names the versions that this server speak
 answers a wrong call names whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (no version in common, or a malformed
 message), INVALID_ARGUMENT.
 
+A call without a token, where clients show certificates, is authenticated by that of its connection, which gRPC tells
+only on a thread: these calls have threads of their own, which tenants share.
+
 `read_settings` and `write_settings` keep the settings that an operator changed while the cluster ran for the next
 coordinator: the tier policy, and whether the cache is on. If an operator turned the cache off because of a fault, it
 must stay off when the coordinator restarts because of the same fault. They are one small file in
@@ -30,14 +33,18 @@ import grpc
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Caller, CallId, Tenant
-from kvcluster.core.messages import Done, Reply
+from kvcluster.core.messages import Done, Inventory, Reply, Report, Request
+from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
-from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, Authenticator
+from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, ONLY_TO_ISSUE, Authenticator
 from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
 from kvcluster.runtime.private_files import locked, replace_file
+from kvcluster.transport.addresses import host_and_port
 from kvcluster.transport.base import Unavailable
-from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
+from kvcluster.transport.certificates import CertificateNames, Certificates, names_in_pem
+from kvcluster.transport.rpc import RpcHandler, identity, server_options, status_of
 from kvcluster.wire.methods import COORDINATOR, Method
 from kvcluster.wire.versions import CLOCK_KEY, METADATA, OURS, agreed_version, versions_in
 
@@ -68,6 +75,11 @@ _IN_WORDS = {
 """What methods for operators do, in the words of those who run the commands."""
 
 _COMMANDS = frozenset(COORDINATOR[name].path for name in COMMANDS)
+
+_ISSUE = COORDINATOR["IssueCredential"].path
+_TOO_MANY = "too many calls of this tenant are under way"
+_BOUND = 4_096
+"""Handlers that are kept, each of one method for one caller."""
 
 _REFUSALS = 64
 """Calls that a server refuses within a second with the reason why. Further ones get gRPC's own answer, that there is no
@@ -108,13 +120,23 @@ class _Table(grpc.GenericRpcHandler):
     takes a thread.
 
     A refused call is answered on a thread that serves nothing else. As a stream it does not wait for its message.
+    `certified`: clients show certificates.
     """
 
     def __init__(
-        self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, threads: int, metrics: CallMetrics
+        self,
+        handlers: Mapping[str, RpcHandler],
+        authenticator: Authenticator,
+        threads: int,
+        metrics: CallMetrics,
+        *,
+        certified: bool,
     ) -> None:
         self._metrics = metrics
         self.refusing = _Threads(1, "kvcluster-rpc-refuse")
+        self._certified = _Threads(_SHARES * threads, "kvcluster-rpc-certified") if certified else None
+        self._certified_calls = Shares(_SHARES * threads)
+        self._counting = threading.Lock()
         self._handlers = handlers
         self._authenticator = authenticator
         self._most = threads
@@ -131,34 +153,78 @@ class _Table(grpc.GenericRpcHandler):
             decided("call_refused", reason=Refusal.METHOD.value, method=details.method)
             return None
         try:
-            caller = self._authenticator.caller(_token(details.invocation_metadata))
-            if caller.tenant == NO_TENANT and details.method not in _COMMANDS:
-                raise CredentialError(NOT_A_TENANT)
+            version = agreed_version(caller=versions_in(details.invocation_metadata), server=OURS)
+            version_error = None
+        except ProtocolError as error:
+            version, version_error = 0, error
+        token = _token(details.invocation_metadata)
+        if not token and self._certified is not None and version_error is None:
+            return self._by_certificate(self._certified, handler, details.method, version)
+        try:
+            caller = _checked(self._authenticator.caller(token), details.method, version)
         except CredentialError as error:
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=details.method, why=str(error))
             return self._refuse(Refusal.CREDENTIAL, grpc.StatusCode.UNAUTHENTICATED, str(error))
-        try:
-            version = agreed_version(caller=versions_in(details.invocation_metadata), server=OURS)
-        except VersionError as error:
-            return self._refuse(Refusal.VERSION, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        except ProtocolError as error:
-            return self._refuse(Refusal.PROTOCOL, grpc.StatusCode.FAILED_PRECONDITION, str(error))
-        if version != caller.version:
-            caller = replace(caller, version=version)
+        if version_error is not None:
+            kind = Refusal.VERSION if isinstance(version_error, VersionError) else Refusal.PROTOCOL
+            return self._refuse(kind, grpc.StatusCode.FAILED_PRECONDITION, str(version_error))
         threads = self._threads_of(caller.tenant)
         if threads.full:
-            why = "too many calls with this token's tenant are under way"
             decided("call_refused", reason=Refusal.BUSY.value, method=details.method, tenant=caller.tenant)
-            return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, why)
+            return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
         name = details.method, caller
         bound = self._bound.get(name)
         if bound is None:
+            if len(self._bound) >= _BOUND:
+                self._bound.clear()
             bound = self._bound[name] = _on(threads, handler.kind, partial(handler.serve, caller))
         return bound
 
     def close(self) -> None:
-        for threads in (*self._threads.values(), self.refusing):
+        certified = () if self._certified is None else (self._certified,)
+        for threads in (*self._threads.values(), *certified, self.refusing):
             threads.shutdown(wait=False)
+
+    def _by_certificate(self, threads: _Threads, handler: RpcHandler, method: str, version: int) -> _GrpcHandler | None:
+        """Returns a handler for a call whose caller is known by the certificate of its connection."""
+        if threads.full:
+            return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
+
+        def caller_of(context: grpc.ServicerContext) -> Caller:
+            """Returns the caller, whose call is counted. Aborts a call that is refused."""
+            try:
+                caller = _checked(self._authenticator.by_certificate(_certificate(context)), method, version)
+            except CredentialError as error:
+                self._metrics.refused(Refusal.CREDENTIAL)
+                decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method, why=str(error))
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            with self._counting:
+                if not self._certified_calls.full(caller.tenant):
+                    self._certified_calls.add(caller.tenant)
+                    return caller
+            self._metrics.refused(Refusal.BUSY)
+            context.abort(grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
+            raise AssertionError("abort raises")
+
+        def ended(caller: Caller) -> None:
+            with self._counting:
+                self._certified_calls.remove(caller.tenant)
+
+        def serve(request: Any, context: grpc.ServicerContext) -> Any:
+            caller = caller_of(context)
+            try:
+                return handler.serve(caller, request, context)
+            finally:
+                ended(caller)
+
+        def serve_stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+            caller = caller_of(context)
+            try:
+                yield from handler.serve(caller, request, context)
+            finally:
+                ended(caller)
+
+        return _on(threads, handler.kind, serve_stream if handler.kind.endswith("_stream") else serve)
 
     def _threads_of(self, tenant: Tenant) -> _Threads:
         threads = self._threads.get(tenant)
@@ -197,6 +263,28 @@ def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _G
     return make(behavior, identity, identity)
 
 
+def _checked(caller: Caller, method: str, version: int) -> Caller:
+    """Returns the caller, who speaks that version. Raises CredentialError if the method is not for those like him at
+    all."""
+    if caller.tenant == NO_TENANT and method not in _COMMANDS:
+        raise CredentialError(NOT_A_TENANT)
+    # A shard of the release before has nothing else to show (docs/adr/0100).
+    if caller.internal and caller.epoch is None and method != _ISSUE and version >= PROTOCOL_VERSION:
+        raise CredentialError(ONLY_TO_ISSUE)
+    return caller if version == caller.version else replace(caller, version=version)
+
+
+def _certificate(context: grpc.ServicerContext) -> CertificateNames:
+    """Returns the certificate of a call's connection, which gRPC has verified. Raises CredentialError if there is
+    none."""
+    shown: Mapping[str, Any] = context.auth_context()
+    try:
+        (pem,) = shown["x509_pem_cert"]
+        return names_in_pem(list(shown.get("peer_uri", ())), pem)
+    except (KeyError, ValueError):
+        raise CredentialError("this server asks for a token, or for a certificate that names a tenant") from None
+
+
 def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     token = None
     for key, value in metadata:
@@ -221,14 +309,24 @@ class GrpcServer:
         metrics: CallMetrics | None = None,
         *,
         setting: str = "server.port",
+        certificates: Certificates | None = None,
+        client_certificates: bool = False,
     ) -> None:
-        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()))
+        """`certificates`: those by which it serves TLS; None to serve in the clear. `client_certificates`: only those
+        connect who show one of their own."""
+        certified = certificates is not None and client_certificates
+        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()), certified=certified)
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
         options = server_options(message_bytes)
         self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)
         self.host = host
+        at = host_and_port(host, port)
         try:
-            self.port = self._server.add_insecure_port(host_and_port(host, port))
+            if certificates is None:
+                self.port = self._server.add_insecure_port(at)
+            else:
+                secure = certificates.server(client_certificates=client_certificates)
+                self.port = self._server.add_secure_port(at, secure)
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -312,7 +410,7 @@ def _unary(
         try:
             reply: Reply = Done()
             if method.asks:  # malformed input never reaches the core
-                reply = ask(lambda call: method.decode_request(data, call, caller), wait_s, caller.tenant)
+                reply = ask(lambda call: _own(method.decode_request(data, call, caller), caller), wait_s, caller.tenant)
             else:
                 method.decode_request(data, _NO_CALL, caller)
             return method.encode_reply(reply, caller.version)
@@ -327,6 +425,15 @@ def _unary(
         raise AssertionError("abort raises")
 
     return handle
+
+
+def _own(request: Request[T], caller: Caller) -> Request[T]:
+    """Returns the request. Raises CredentialError if a shard reports in the name of another incarnation than its own
+    credential is of."""
+    question = request.question
+    if caller.epoch is not None and isinstance(question, (Report, Inventory)) and question.info.epoch != caller.epoch:
+        raise CredentialError(f"this credential is of incarnation {caller.epoch}, not {question.info.epoch}")
+    return request
 
 
 NAME = "policy.json"

@@ -109,6 +109,7 @@ class ShardHost:
             membership_ttl_ms=config.membership_ttl_ms,
             address=me.address,
             host=me.host,
+            server_name=me.server_name,
             process=process,
             found=found,
         )

@@ -23,7 +23,8 @@ from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.listener import ListenAt, TenantOf
+from kvcluster.transport.certificates import Certificates
+from kvcluster.transport.listener import ListenAt, ListenTls, TenantOf
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
 log = logging.getLogger(__name__)
@@ -79,10 +80,12 @@ def serve_paths(
     auth: Authenticator,
     config: ServerConfig,
     listen_host: str,
+    certificates: Certificates | None = None,
     servers: Mapping[str, Serve] = SERVERS,
 ) -> PathServers:
-    """Starts every server that can be served for this shard."""
-    at = ListenAt(listen_host, shard_ports(config), config.socket_dir)
+    """Starts every server that can be served for this shard. `certificates`: None to serve in the clear."""
+    tls = None if certificates is None else ListenTls(certificates, auth.tenant_by_certificate)
+    at = ListenAt(listen_host, shard_ports(config), config.socket_dir, tls)
     started: list[PathServer] = []
     offered: list[Offer] = []
     refused: list[tuple[str, str]] = []

@@ -41,6 +41,7 @@ from kvcluster.transport.base import (
     PathLost,
     Unavailable,
 )
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.path_selector import ControlPath, Opener, PathSelector, said
 from kvcluster.transport.process_location import ProcessLocation, locate
@@ -49,9 +50,9 @@ from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
 
 def _opener(spec: TransportSpec) -> Opener:
-    def opened(offer: Offer, token: str | None) -> DataPath:
+    def opened(offer: Offer, credentials: Credentials) -> DataPath:
         open_path: Opener = resolve_name(f"{spec.module}:open_path")
-        return open_path(offer, token)
+        return open_path(offer, credentials)
 
     return opened
 
@@ -72,7 +73,7 @@ class AutoTransport:
         control: ControlPath,
         openers: Mapping[str, Opener],
         *,
-        token: str | None,
+        credentials: Credentials,
         next_attempt: Callable[[], Attempt],
         takes: Sequence[str] = TRANSPORTS,
         location: ProcessLocation | None = None,
@@ -83,7 +84,7 @@ class AutoTransport:
             shard,
             control,
             openers,
-            token=token,
+            credentials=credentials,
             takes=takes,
             location=location or locate(),
             next_attempt=next_attempt,
@@ -195,7 +196,7 @@ class AutoTransport:
 
 def choose(
     shard: ShardAddress,
-    token: str | None,
+    credentials: Credentials,
     next_attempt: Callable[[], Attempt],
     location: ProcessLocation | None = None,
     *,
@@ -203,9 +204,10 @@ def choose(
 ) -> AutoTransport:
     """Returns a transport to a shard over the paths of this platform that `takes` names. `location`: of this process,
     None for one without settings."""
-    control = GrpcPages(shard.address, token)
+    credentials = credentials.for_shard(shard)
+    control = GrpcPages(shard.address, credentials)
     return AutoTransport(
-        *(shard, control, OPENERS), token=token, next_attempt=next_attempt, takes=takes, location=location
+        *(shard, control, OPENERS), credentials=credentials, next_attempt=next_attempt, takes=takes, location=location
     )
 
 

@@ -7,7 +7,7 @@ ones to the tenant of the connection (tenant_memory.py). Every wait ends at its 
 the stream, or by `shutdown`. After an error the stream may have stopped within a frame, so it cannot be used again: the
 owner closes the socket.
 
-A TLS socket will be another implementation of `_send` and `_receive_into`, the only two calls that touch the socket.
+How bytes pass the socket, plain or within TLS, is for byte_streams.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,18 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.transport.addresses import host_of
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.byte_streams import ENDED, stream_of
+from kvcluster.transport.certificates import (
+    CertificateNames,
+    Certificates,
+    accepting,
+    certificate_of,
+    connect_tls,
+    handshake,
+)
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.tenant_memory import UNCHARGED, Account
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import HEADER, FrameKind, PeerFailed
@@ -32,8 +43,6 @@ from kvcluster.wire.versions import check_version
 
 _BUFFERS = 1_024
 """The most buffers that one sendmsg takes (IOV_MAX)."""
-
-_MOST_FDS = 4
 
 _ENDED: int = getattr(select, "POLLRDHUP", 0)
 """The other side sends no more. It has ended, since this protocol never closes half a stream. A sender that waits would
@@ -55,12 +64,12 @@ class FramedSocket:
         self.peer = peer
         self._version = version
         self._socket = connected
+        self._stream = stream_of(connected)
         self._poll = select.poll()
         self._looking = select.poll()
         self._looking.register(connected, select.POLLIN)
         self._wanted = 0
         self._least = 1
-        self._fds: list[int] = []
         self._process: int | None = None
         self._ending = _ENDED
         self._arriving = self.requests = UNCHARGED
@@ -71,6 +80,18 @@ class FramedSocket:
     def tune(self, tune: Callable[[socket.socket], None]) -> None:
         """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
+
+    def accept_tls(self, certificates: Certificates, deadline: Deadline) -> CertificateNames | None:
+        """Carries out the handshake of the side that was connected to, before anything else is read or sent. Returns
+        the other side's certificate, None if it has shown none. Raises Unavailable, CredentialError or
+        ProtocolError."""
+        try:
+            connected = self._socket = accepting(self._socket, certificates)
+        except OSError as error:
+            raise self._lost(error) from None
+        handshake(connected, self.peer, deadline)
+        self._stream = stream_of(connected)
+        return certificate_of(connected)
 
     def charge(self, *, arriving: Account, requests: Account, frame_ms: float) -> None:
         """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`."""
@@ -165,7 +186,7 @@ class FramedSocket:
 
     def take_fds(self) -> list[int]:
         """Returns the descriptors received so far; the caller owns them now."""
-        fds, self._fds = self._fds, []
+        fds, self._stream.fds = self._stream.fds, []
         return fds
 
     # -------------------------------------------------------------------------------------------- ending
@@ -173,13 +194,13 @@ class FramedSocket:
     def shutdown(self) -> None:
         """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            _shutdown(self._socket, socket.SHUT_RDWR)
 
     def shutdown_read(self) -> None:
         """Receives no more than has arrived already; sending still works. Any thread may call."""
         self._ending = 0  # from here on POLLRDHUP would also report this side's own shutdown
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
+            _shutdown(self._socket, socket.SHUT_RD)
 
     def end_with(self, process: int) -> None:
         """Takes ownership of a descriptor of the other side's process: its end ends the stream, even if another process
@@ -211,7 +232,8 @@ class FramedSocket:
     def wait_readable(self, deadline: Deadline, wanted: int) -> None:
         """Waits until `wanted` bytes are available, or CHUNK_BYTES of more, or the stream ends. Raises
         Unavailable(DEADLINE)."""
-        least = min(wanted, limits.CHUNK_BYTES)  # waking up for every packet would cost more than receiving the bytes
+        # Waking up for every packet would cost more than receiving the bytes.
+        least = self._stream.least_in_socket(min(wanted, limits.CHUNK_BYTES))
         if least != self._least:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._least = least
@@ -257,38 +279,21 @@ class FramedSocket:
 
     def _send(self, buffers: Sequence[memoryview]) -> int:
         try:
-            return self._socket.sendmsg(buffers, (), socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return 0
+            return self._stream.send(buffers)
         except OSError as error:
             raise self._lost(error) from None
 
     def _receive_into(self, view: memoryview) -> int:
         try:
-            if self._socket.family == socket.AF_UNIX:
-                got = self._receive_with_fds(view)
-            else:
-                got = self._socket.recv_into(view)
-        except BlockingIOError:
-            return 0
+            got = self._stream.receive_into(view)
         except OSError as error:
             self.ended = True
             raise self._lost(error) from None
-        if not got:
+        if self._stream.too_many_fds:
+            raise ProtocolError(f"{self.peer} sent more file descriptors than allowed")
+        if got == ENDED:
             self.ended = True
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
-        return got
-
-    def _receive_with_fds(self, view: memoryview) -> int:
-        space = socket.CMSG_SPACE(_MOST_FDS * array.array("i").itemsize)
-        got, ancillary, flags, _ = self._socket.recvmsg_into([view], space, socket.MSG_CMSG_CLOEXEC)
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC or len(self._fds) > _MOST_FDS:
-            raise ProtocolError(f"{self.peer} sent more file descriptors than allowed")
         return got
 
     def _wait(self, event: int, deadline: Deadline) -> None:
@@ -335,6 +340,12 @@ class Incoming:
         self._link.wait_readable(self._deadline, self._left)
 
 
+def _shutdown(connected: socket.socket, how: int) -> None:
+    """Shuts the socket down below TLS. The method of a TLS socket would take TLS off first, and a thread that is
+    sending could send in the clear."""
+    socket.socket.shutdown(connected, how)
+
+
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
     """Returns what is left of these buffers after `sent` bytes."""
     for at, buffer in enumerate(buffers):
@@ -361,16 +372,23 @@ def _failure(error: KVClusterError, peer: str) -> KVClusterError:
 
 
 def dial(
-    connected: socket.socket, peer: str, token: str | None, deadline: Deadline, version: int = PROTOCOL_VERSION
+    connected: socket.socket,
+    peer: str,
+    credentials: Credentials,
+    deadline: Deadline,
+    version: int = PROTOCOL_VERSION,
 ) -> tuple[FramedSocket, bytes]:
     """Opens a framed socket of that version over a newly connected socket. Returns it and the body of the server's
-    WELCOME.
+    WELCOME. Over TCP, with certificates, it shows its token after it has verified the server's.
 
     Raises Unavailable, CredentialError or ProtocolError, and closes the socket.
     """
+    if credentials.certificates is not None and connected.family != socket.AF_UNIX:
+        name = credentials.server_name or host_of(peer)
+        connected = connect_tls(connected, name, credentials.certificates, deadline)
     link = FramedSocket(connected, peer, version)
     try:
-        link.send(FrameKind.HELLO, (token or "").encode(), deadline)
+        link.send(FrameKind.HELLO, (credentials.token or "").encode(), deadline)
         _, body = link.receive(FrameKind.WELCOME, deadline=deadline)
     except BaseException:
         link.close()

@@ -42,6 +42,7 @@ from kvcluster.transport.base import (
     Unavailable,
     decoded,
 )
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
 from kvcluster.transport.sessions import ReadSession, ShardQuestions, WriteSession
 from kvcluster.transport.worker_exchange import (
@@ -65,8 +66,8 @@ class GrpcPages(ShardQuestions):
     name = "grpc"
     streams = ONE_STREAM
 
-    def __init__(self, address: str, token: str | None) -> None:
-        self._connection = Connection(address, token)
+    def __init__(self, address: str, credentials: Credentials = ANONYMOUS) -> None:
+        self._connection = Connection(address, credentials)
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline

@@ -41,7 +41,10 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.transport.addresses import host_of
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.certificates import CertificateNames, Certificates, check_server, speaks_tls
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.page_session import LONGEST_NS
 from kvcluster.transport.tenant_memory import Account, TenantMemory
@@ -95,13 +98,23 @@ TenantNow = Callable[[], Tenant]
 
 
 @dataclass(frozen=True, slots=True)
+class ListenTls:
+    """How a listener serves TLS. `tenant_by_certificate`: the tenant of a client that shows a certificate and no token;
+    raises CredentialError."""
+
+    certificates: Certificates
+    tenant_by_certificate: Callable[[CertificateNames], Tenant]
+
+
+@dataclass(frozen=True, slots=True)
 class ListenAt:
     """Where the servers of a shard may listen: at `host`, on the first of `ports` that is free; `socket_dir`: in which
-    directory a local socket lies, "" for one with an abstract name."""
+    directory a local socket lies, "" for one with an abstract name. `tls`: None where TCP is served in the clear."""
 
     host: str
     ports: range
     socket_dir: str = ""
+    tls: ListenTls | None = None
 
 
 Serve = Callable[[FramedSocket, TenantNow], None]
@@ -157,12 +170,13 @@ class Listener:
         admit: Callable[[FramedSocket], None] = _admit_all,
         refused: Callable[[KVClusterError], None] = _count_none,
         descriptors: int = 1,
+        tls: ListenTls | None = None,
     ) -> None:
         """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
         the other side. `refused` is called with the error for which a connection is ended, if that is a fault of the
         other side or it has too many. `descriptors`: those that a connection takes."""
         listening.listen(_BACKLOG)
-        self._admit = admit
+        self._admit, self._tls = admit, tls
         self._refused = refused
         self._listening = listening
         self._tenant_of = tenant_of
@@ -266,12 +280,19 @@ class Listener:
 
     def _handle(self, link: FramedSocket) -> None:
         self._admit(link)
-        _, body = link.receive(FrameKind.HELLO, deadline=Deadline.after_ms(HELLO_S * 1e3))
+        hello = Deadline.after_ms(HELLO_S * 1e3)
+        certificate = None
+        if self._tls is not None:
+            certificate = link.accept_tls(self._tls.certificates, hello)
+        _, body = link.receive(FrameKind.HELLO, deadline=hello)
         try:
             token = body.decode() or None
         except UnicodeDecodeError:
             raise ProtocolError("the token is not UTF-8") from None
-        tenant = self._tenant_of(token)
+        tenant_now: TenantNow = partial(self._tenant_of, token)
+        if token is None and self._tls is not None and certificate is not None:
+            tenant_now = partial(self._tls.tenant_by_certificate, certificate)
+        tenant = tenant_now()
         self._count(link, tenant)
         wait_ms = LONGEST_NS / 1e6
         link.charge(
@@ -280,7 +301,7 @@ class Listener:
             frame_ms=FRAME_S * 1e3,
         )
         try:
-            self._serve(link, partial(self._tenant_of, token))
+            self._serve(link, tenant_now)
         finally:
             with self._lock:
                 self._shares.remove(tenant)
@@ -304,14 +325,33 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0,
 _HEADER_BYTES = 9
 _SETTINGS = 4
 _SHOWN = 60
+_TLS_ALERT = b"\x15\x03"
 
 
-def check_is_ours(address: str, wait_s: float) -> None:
-    """Raises ProtocolError if the server at `address` (host:port) answers within `wait_s` as another program's. Returns
-    if it speaks HTTP/2, or does not answer."""
+def check_is_ours(address: str, credentials: Credentials, wait_s: float) -> None:
+    """Finds out what listens at `address` (host:port), within `wait_s` or so. Returns if it speaks HTTP/2 as a
+    coordinator does, in the clear or, for credentials with certificates, within TLS and with a certificate that is
+    accepted; or if it does not answer. Raises ProtocolError if it is another program's server or expects the other of
+    both, and CredentialError if its certificate is refused."""
+    if credentials.certificates is not None:
+        connected = _dialled(address, wait_s)
+        if connected is not None:
+            name = credentials.server_name or host_of(address)
+            with suppress(Unavailable):
+                check_server(connected, name, credentials.certificates, Deadline.after_ms(wait_s * 1e3))
+        return
     said = _answer(address, wait_s)
+    if not said and (connected := _dialled(address, wait_s)) is not None:
+        with suppress(OSError):
+            if speaks_tls(connected, Deadline.after_ms(wait_s * 1e3)):
+                said = _TLS_ALERT
     if not said or (len(said) >= _HEADER_BYTES and said[3] == _SETTINGS and not any(said[5:_HEADER_BYTES])):
         return
+    if said.startswith(_TLS_ALERT):
+        raise ProtocolError(
+            f"the server at {address} speaks TLS only: name the file of the authorities that signed its certificate, "
+            "as ca_file or in KVCLUSTER_CA_FILE (commands: --ca)"
+        )
     line = said.splitlines()[0][:_SHOWN].decode("ascii", errors="replace")
     what = "an HTTP server without HTTP/2" if said.startswith(b"HTTP/") else "another program's server"
     raise ProtocolError(
@@ -320,16 +360,25 @@ def check_is_ours(address: str, wait_s: float) -> None:
     )
 
 
+def _dialled(address: str, wait_s: float) -> socket.socket | None:
+    """Returns a connection to that address; None if none could be made."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError):
+        return socket.create_connection((host.strip("[]"), int(port)), timeout=wait_s)
+    return None
+
+
 def _answer(address: str, wait_s: float) -> bytes:
     """Returns the first bytes that the server sends; b"" if there is none, or it sends nothing in time."""
-    host, _, port = address.rpartition(":")
-    with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=wait_s) as connection:
+    connection = _dialled(address, wait_s)
+    if connection is None:
+        return b""
+    said = b""
+    with connection, suppress(OSError):
         connection.sendall(_GREETING)
-        said = b""
         while len(said) < _HEADER_BYTES and (more := connection.recv(4_096)):
             said += more
-        return said
-    return b""
+    return said
 
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.placement import may_share_memory, same_node, socket_directory
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.process_location import SOCKET_DIR, ProcessLocation
 from kvcluster.transport.worker_exchange import RecordSink
 from kvcluster.transports import BY_NAME
@@ -45,9 +46,9 @@ _DOUBLINGS = 5
 
 NOT_TAKEN = "this client's configuration leaves it out"
 
-Opener = Callable[[Offer, str | None], DataPath]
-"""(A shard's offer, token) -> a path, which connects when it is first used. Raises KVClusterError if the offer cannot
-be used from here."""
+Opener = Callable[[Offer, Credentials], DataPath]
+"""(A shard's offer, credentials for that shard) -> a path, which connects when it is first used. Raises KVClusterError
+if the offer cannot be used from here."""
 
 
 class ControlPath(Transport, Protocol):
@@ -84,7 +85,7 @@ class PathSelector:
         control: ControlPath,
         openers: Mapping[str, Opener],
         *,
-        token: str | None,
+        credentials: Credentials,
         takes: Sequence[str],
         location: ProcessLocation,
         next_attempt: Callable[[], Attempt],
@@ -93,7 +94,7 @@ class PathSelector:
         self._shard = shard
         self._control = control
         self._openers = openers
-        self._token = token
+        self._credentials = credentials
         self._takes = takes
         self._location = location
         self._next_attempt = next_attempt
@@ -203,7 +204,7 @@ class PathSelector:
             if why is not None:
                 self._refuse(name, _Refusal(why, None))
                 return None
-            way = _OpenPath(name, opened(name, self._learn(trial), self._location, self._token, self._openers))
+            way = _OpenPath(name, opened(name, self._learn(trial), self._location, self._credentials, self._openers))
             with self._lock:
                 self._open[way] = None  # so that `close` ends a trial that hangs
             try_path(way.path, self._shard.epoch, self._next_attempt(), trial)
@@ -297,10 +298,10 @@ def not_offered(transport: str, offers: Offers, shard_host: str, location: Proce
 
 
 def opened(
-    transport: str, offers: Offers, location: ProcessLocation, token: str | None, openers: Mapping[str, Opener]
+    transport: str, offers: Offers, location: ProcessLocation, credentials: Credentials, openers: Mapping[str, Opener]
 ) -> DataPath:
     """Returns the path by a transport that the shard offers. Raises KVClusterError if the offer cannot be used here."""
-    return openers[transport](offer_of(transport, offers, location), token)
+    return openers[transport](offer_of(transport, offers, location), credentials)
 
 
 def _reaches_socket(offer: Offer, shard_host: str, location: ProcessLocation) -> bool:

@@ -20,7 +20,6 @@ from kvcluster.core.messages import Reply
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import (
     CallerError,
-    ConfigError,
     CredentialError,
     KVClusterError,
     LimitError,
@@ -28,7 +27,9 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.release import OLDEST_VERSION
+from kvcluster.transport.addresses import check_address
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.forks import FORKS
 from kvcluster.transport.listener import Descriptors
 from kvcluster.wire.methods import Method, Question
@@ -89,6 +90,10 @@ class RpcHandler(NamedTuple):
     serve: Callable[[Caller, Any, grpc.ServicerContext], Any]
 
 
+_OLD_CHANNELS = 2
+"""Channels that are kept open for calls that began before the certificates changed."""
+
+
 class ClockDifference(NamedTuple):
     """By how many nanoseconds this clock is ahead of another machine's, give or take `error_ns`: half of the round trip
     in which it was asked."""
@@ -98,23 +103,31 @@ class ClockDifference(NamedTuple):
 
 
 class Connection:
-    """A channel to one server, with the credential that every call carries.
+    """A channel to one server, with the credentials that every call carries.
+
+    With certificates, nothing is sent before that of the server has been verified. When the files of the certificates
+    change, the next call goes over a new channel; calls under way end on the old one.
 
     Raises ConfigError for an invalid address, CredentialError for a token that no server could have made, and
     KVClusterError in a process that was forked from the middle of a call.
     """
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, credentials: Credentials = ANONYMOUS) -> None:
         check_address(address)
         FORKS.check()
+        self.address = address
+        self._credentials = credentials
+        token = credentials.token
         # gRPC would fail each call with no more than "Invalid metadata".
         if token and not (token.isascii() and token.isprintable()):
             raise CredentialError(
                 "the token has a character that no token has; if it was read from a file, strip the line break"
             )
-        self.address = address
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._metadata = (*METADATA, *((("authorization", f"Bearer {token}"),) if token else ()))
+        self._certificates = 0
+        """The version of the certificates with which the channel was made."""
+        self._old: list[grpc.Channel] = []
+        self._channel = self._new_channel()
         self.version: int | None = None
         """The version of the protocol that both sides speak, by the last answer; None before the first."""
         self.clock: ClockDifference | None = None
@@ -123,6 +136,15 @@ class Connection:
         self._lock = threading.Lock()
         self._asking = 0
         self._closed = False
+
+    def _new_channel(self) -> grpc.Channel:
+        certificates = self._credentials.certificates
+        if certificates is None:
+            return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+        self._certificates = certificates.now().number
+        name = self._credentials.server_name
+        options = [*CHANNEL_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ())]
+        return grpc.secure_channel(self.address, certificates.channel(), options=options)
 
     def ask(
         self, method: Method, question: Question | None, deadline: Deadline, namespace: NamespaceId | None = None
@@ -182,14 +204,20 @@ class Connection:
     def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
         if not deadline.remaining_s():
             raise Unavailable(Miss(MissReason.DEADLINE, self.address))
+        certificates = self._credentials.certificates
         with self._lock:
+            if certificates is not None and certificates.now().number != self._certificates and not self._closed:
+                while len(self._old) >= _OLD_CHANNELS:
+                    self._old.pop(0).close()
+                self._old.append(self._channel)
+                self._channel, self._calls = self._new_channel(), {}
             calls, call = self._calls, self._calls.get(path)
             if call is None:
                 call = self._calls[path] = kind(path, request_serializer=identity, response_deserializer=identity)
         try:
             return call(argument, timeout=deadline.remaining_s(), metadata=self._metadata)
         except grpc.RpcError as error:
-            if calls is not self._calls:
+            if calls is not self._calls and _is_cancelled(error):
                 raise Cancelled(_CUT_OFF) from None
             self.raise_for(error)
         except ValueError:
@@ -240,14 +268,19 @@ class Connection:
         with self._lock:
             if self._closed or not self._asking:
                 return
-            before, self._channel = self._channel, grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            before, self._channel = self._channel, self._new_channel()
             self._calls = {}
         before.close()
 
     def close(self) -> None:
         """Ends calls that are under way. May be called from any thread, and again."""
         self._closed = True
-        self._channel.close()
+        for channel in (*self._old, self._channel):
+            channel.close()
+
+
+def _is_cancelled(error: grpc.RpcError) -> bool:
+    return hasattr(error, "code") and error.code() is grpc.StatusCode.CANCELLED
 
 
 _NOT_CONNECTED = re.compile(
@@ -259,45 +292,6 @@ def _plain(detail: str | None) -> str:
     """Returns why a call failed without gRPC's account of its attempts to connect: "connection refused"."""
     match = _NOT_CONNECTED.search(detail or "")
     return match[1].strip().lower() if match else detail or "no answer"
-
-
-def host_and_port(host: str, port: int) -> str:
-    """Returns the address "host:port", with brackets around an IPv6 host."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-IN_PROCESS = "in-process://"
-"""The prefix of addresses of clusters that serve their own process alone (client/in_process.py)."""
-
-_SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/{1,3}")
-_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
-_BARE_IPV6 = re.compile("[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}")
-
-
-def check_address(address: str) -> None:
-    """Raises ConfigError unless this is host:port. The message says what to write instead, where that is known."""
-    given: object = address
-    if not isinstance(given, str):
-        raise ConfigError(f"the address is {given!r}; expected host:port as text, such as '127.0.0.1:7070'")
-    if address.startswith(IN_PROCESS):
-        raise ConfigError(
-            f"{address} is a cluster within the process that started it by kvcluster.local(ray=False), or one that has "
-            "ended, and no other process can connect to it: start it by kvcluster.local(ray=True) or `kvcluster up`, "
-            "and give that cluster's address"
-        )
-    if _is_host_and_port(address):
-        return
-    bare = _SCHEME.sub("", address.strip(), count=1).split("/", 1)[0].rpartition("@")[2]
-    host, _, port = bare.rpartition(":")
-    if not _is_host_and_port(bare) and _BARE_IPV6.fullmatch(host):
-        bare = f"[{host}]:{port}"
-    instead = f": write {bare}" if _is_host_and_port(bare) else ", such as 127.0.0.1:7070"
-    raise ConfigError(f"{address!r} is not host:port{instead}")
-
-
-def _is_host_and_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(_HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65_536)
 
 
 def status_of(error: Unavailable | KVClusterError) -> grpc.StatusCode:

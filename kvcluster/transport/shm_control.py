@@ -27,6 +27,7 @@ from kvcluster.memory.region import Mapping
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.attend_session import SpanResults, ask_to_attend
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.local_sockets import connect
 from kvcluster.transport.thread_start import start_thread
@@ -326,11 +327,11 @@ def _close(fd: int) -> None:
 
 
 def open_connection(
-    address: str, token: str | None, maps: ArenaMappings, deadline: Deadline, version: int = PROTOCOL_VERSION
+    address: str, credentials: Credentials, maps: ArenaMappings, deadline: Deadline, version: int = PROTOCOL_VERSION
 ) -> ShmConnection:
     """Opens a new connection. Raises Unavailable, CredentialError or ProtocolError."""
     connected = connect(address, deadline)
-    link, body = dial(connected, address, token, deadline, version)
+    link, body = dial(connected, address, credentials, deadline, version)
     try:
         return ShmConnection(link, shm_frames.decode_welcome(body), maps)
     except BaseException:

@@ -38,6 +38,7 @@ from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.listener import ListenAt, TenantOf
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
 from kvcluster.transport.shm_server import ShmHost, ShmServer
@@ -99,7 +100,9 @@ class ShmPages:
     streams = Streams(loads=_LOADS, decoding=_LOADS, device=1)
     """One stream for a device that reads the arena itself: more would share its link."""
 
-    def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION, *, device: str = "") -> None:
+    def __init__(
+        self, address: str, credentials: Credentials, version: int = PROTOCOL_VERSION, *, device: str = ""
+    ) -> None:
         """`address`: "@NAME", or the path of a socket in a socket directory. `device`: the name of the one with the
         shard's pool, "" if it has none."""
         is_name = address.startswith("@") and 1 < len(address.encode()) <= _NAME_BYTES
@@ -114,7 +117,7 @@ class ShmPages:
 
         def connect(deadline: Deadline) -> ShmConnection:
             try:
-                return open_connection(address, token, maps, deadline, version)
+                return open_connection(address, credentials, maps, deadline, version)
             except Unavailable as error:
                 if error.miss.reason is MissReason.SHARD_LOST:
                     maps.release()
@@ -291,9 +294,9 @@ def _store(
             control.renew(deadline)
 
 
-def open_path(offer: Offer, token: str | None) -> ShmPages:
+def open_path(offer: Offer, credentials: Credentials) -> ShmPages:
     """As path_selector.Opener."""
-    return ShmPages(offer.address, token, offer.protocol_version, device=offer.details.decode(errors="replace"))
+    return ShmPages(offer.address, credentials, offer.protocol_version, device=offer.details.decode(errors="replace"))
 
 
 def serve(host: ShmHost, tenant_of: TenantOf, at: ListenAt) -> ShmServer:

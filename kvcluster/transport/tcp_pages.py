@@ -27,6 +27,7 @@ from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of
 from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.transport.addresses import check_address, host_and_port
 from kvcluster.transport.attend_session import SpanResults, ask_to_attend, serve_attend_frames
 from kvcluster.transport.base import (
     Deadline,
@@ -39,10 +40,12 @@ from kvcluster.transport.base import (
     decoded,
 )
 from kvcluster.transport.connection_pool import ConnectionPool
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import (
     ListenAt,
     Listener,
+    ListenTls,
     TenantNow,
     TenantOf,
     bound_socket,
@@ -50,7 +53,6 @@ from kvcluster.transport.listener import (
     first_free,
     serve_exchanges,
 )
-from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import (
     RequestedLayers,
@@ -79,16 +81,16 @@ _DECODING = 2 if (os.cpu_count() or 1) > 1 else 1
 
 
 class TcpPages:
-    """A worker's data path to a shard over TCP. Connects when it is first used."""
+    """A worker's data path to a shard over TCP, within TLS if it has certificates. Connects when it is first used."""
 
     name = "tcp"
     streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=_DECODING, device=_STREAMS)
 
-    def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION) -> None:
+    def __init__(self, address: str, credentials: Credentials, version: int = PROTOCOL_VERSION) -> None:
         check_address(address)
         self.address = address
         self._links: ConnectionPool[FramedSocket] = ConnectionPool(
-            address, lambda deadline: dial(_connected(address, deadline), address, token, deadline, version)[0]
+            address, lambda deadline: dial(_connected(address, deadline), address, credentials, deadline, version)[0]
         )
 
     def connect(self, deadline: Deadline) -> None:
@@ -214,14 +216,14 @@ def _tune(connected: socket.socket) -> None:
 # ------------------------------------------------------------------------------------------- server
 
 
-def open_path(offer: Offer, token: str | None) -> TcpPages:
+def open_path(offer: Offer, credentials: Credentials) -> TcpPages:
     """As path_selector.Opener."""
-    return TcpPages(offer.address, token, offer.protocol_version)
+    return TcpPages(offer.address, credentials, offer.protocol_version)
 
 
 def serve(host: PageHost, tenant_of: TenantOf, at: ListenAt) -> TcpServer:
     """As transport_servers.Serve."""
-    return first_free(at.ports, lambda port: TcpServer(host, tenant_of, at.host, port))
+    return first_free(at.ports, lambda port: TcpServer(host, tenant_of, at.host, port, at.tls))
 
 
 class TcpServer:
@@ -229,12 +231,14 @@ class TcpServer:
 
     details = b""
 
-    def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
+    def __init__(
+        self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0, tls: ListenTls | None = None
+    ) -> None:
         self._host = host
         listening = bound_socket(listen_host, port, "server.shard_ports")
         self.address = host_and_port(listen_host, listening.getsockname()[1])
         refused = partial(host.connection_refused, TcpPages.name)
-        self._listener = Listener(listening, tenant_of, self._serve, name=TcpPages.name, refused=refused)
+        self._listener = Listener(listening, tenant_of, self._serve, name=TcpPages.name, refused=refused, tls=tls)
 
     def start(self) -> None:
         self._listener.start()

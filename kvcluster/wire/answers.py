@@ -71,6 +71,7 @@ from kvcluster.wire.reports import (
     FACTS,
     FINDINGS,
     INFO,
+    ISSUED_CREDENTIAL,
     NODE,
     PROTOCOL,
     RELEASE,
@@ -235,5 +236,6 @@ REPLY = OneOf(
         next=amount("pinned blocks"),
         more=amount("pinned blocks"),
     ),
+    issued_credential=ISSUED_CREDENTIAL,
 )
 """Any reply of the coordinator."""

@@ -115,7 +115,9 @@ def _packed(size: int) -> Values[Any]:
     return Values(b"".join, decode)
 
 
-def _exactly(length: int, what: str) -> Callable[[bytes], Any]:
+def exactly(length: int, what: str) -> Callable[[bytes], Any]:
+    """Returns a decoder of so many bytes. It raises ProtocolError for any other number."""
+
     def decode(data: bytes) -> bytes:
         if len(data) != length:
             raise ProtocolError(f"{what} is {length} bytes, not {len(data)}")
@@ -129,13 +131,13 @@ def _encode_attempt(attempt: Attempt) -> bytes:
 
 
 def _decode_attempt(data: bytes) -> Attempt:
-    holder, counter = _ATTEMPT.unpack(_exactly(_ATTEMPT.size, "an attempt")(data))
+    holder, counter = _ATTEMPT.unpack(exactly(_ATTEMPT.size, "an attempt")(data))
     return Attempt(Holder(holder), counter)
 
 
-HASH: Scalar[BlockHash] = Scalar(bytes, _exactly(HASH_BYTES, "a block hash"))
-NAMESPACE: Scalar[NamespaceId] = Scalar(bytes, _exactly(HASH_BYTES, "a namespace"))
-HOLDER: Scalar[Holder] = Scalar(bytes, _exactly(HOLDER_BYTES, "a holder"))
+HASH: Scalar[BlockHash] = Scalar(bytes, exactly(HASH_BYTES, "a block hash"))
+NAMESPACE: Scalar[NamespaceId] = Scalar(bytes, exactly(HASH_BYTES, "a namespace"))
+HOLDER: Scalar[Holder] = Scalar(bytes, exactly(HOLDER_BYTES, "a holder"))
 ATTEMPT = Scalar(_encode_attempt, _decode_attempt)
 HASHES = _packed(HASH_BYTES)
 """Packed block hashes, or namespaces."""
@@ -153,7 +155,13 @@ BLOCKS_OF_TICKET: Rows[BlockHash] = Rows(HASHES, limits.BLOCKS_PER_PROMPT, "bloc
 NAMESPACES: Interned[NamespaceId] = Interned(pb.HashTable, HASHES, "a namespace")
 
 ADDRESS = Struct(
-    pb.ShardAddress, ShardAddress, shard=SHARD, epoch=EPOCH, address=words("an address"), host=words("a host")
+    pb.ShardAddress,
+    ShardAddress,
+    shard=SHARD,
+    epoch=EPOCH,
+    address=words("an address"),
+    host=words("a host"),
+    server_name=words("a server's name"),
 )
 ADDRESSES: Interned[ShardAddress] = Interned(pb.AddressTable, each(ADDRESS), "a shard")
 MAYBE_ADDRESSES: Interned[ShardAddress | None] = Interned(pb.AddressTable, each(ADDRESS), "a shard", absent=True)

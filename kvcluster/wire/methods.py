@@ -30,6 +30,8 @@ from kvcluster.core.messages import (
     Done,
     Engines,
     Explained,
+    IssueCredential,
+    IssuedCredential,
     LoadGrant,
     Namespaces,
     Offers,
@@ -56,7 +58,7 @@ from kvcluster.wire.fields import OneOf, Struct
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 from kvcluster.wire.versions import check_version
 
-Question = CoordinatorQuestion | ShardQuestion
+Question = CoordinatorQuestion | ShardQuestion | IssueCredential
 COORDINATOR_SERVICE = "kvcluster.v1.Coordinator"
 SHARD_SERVICE = "kvcluster.v1.Shard"
 
@@ -181,13 +183,14 @@ COORDINATOR: Mapping[str, Method] = _table(
         "SetPolicy": (coordinator.SET_POLICY, Done),
         "Probe": (coordinator.PROBE, Probed),
         "GetStatus": (coordinator.GET_STATUS, Status),
+        "IssueCredential": (reports.ISSUE_CREDENTIAL, IssuedCredential),
         "Report": (reports.REPORT, ReportAck),
         "Inventory": (reports.INVENTORY, ReportAck),
         "Ping": _PING,
     },
 )
-"""The methods of the coordinator, by name. Only shards of the cluster may call `Report` and `Inventory`, only operators
-`Drain`, `SetPolicy` and `Probe`."""
+"""The methods of the coordinator, by name. Only shards may call `IssueCredential`, `Report` and `Inventory`, operators
+alone `Drain`, `SetPolicy` and `Probe`."""
 
 SHARD: Mapping[str, Method] = _table(
     SHARD_SERVICE,

@@ -20,6 +20,8 @@ from kvcluster.core.messages import (
     EvictOrder,
     Findings,
     Inventory,
+    IssueCredential,
+    IssuedCredential,
     LeaveReason,
     Link,
     ListeningPort,
@@ -38,6 +40,7 @@ from kvcluster.core.messages import (
     TierUse,
     Tombstone,
 )
+from kvcluster.core.messages.reports import PROOF_BYTES
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import INGEST, Takes, Tier
 from kvcluster.errors import ProtocolError
@@ -53,10 +56,12 @@ from kvcluster.wire.common import (
     LOSS,
     NAMESPACES,
     NEW_PAGES,
+    NS,
     SHARD,
     SPEC,
     TENANT,
     TIER,
+    exactly,
 )
 from kvcluster.wire.fields import (
     NUMBERS,
@@ -231,6 +236,7 @@ INFO = Struct(
     config_hash=CONFIG_HASH,
     protocol=PROTOCOL,
     stopping=PLAIN,
+    server_name=words("a server's name"),
 )
 
 # ------------------------------------------------------------------------------------------ requests
@@ -293,6 +299,21 @@ _SPECS: Rows[tuple[Tenant, KVSpec]] = Rows(
 _PRESSURE: Rows[tuple[Tenant, int]] = Rows(
     Columns(pb.Pressure, None, tenant=each(TENANT), nbytes=amounts("bytes wanted")), limits.WAITING_WRITES, "tenants"
 )
+ISSUE_CREDENTIAL = Struct(
+    pb.IssueCredentialRequest,
+    IssueCredential,
+    epoch=EPOCH,
+    proof=Scalar(bytes, exactly(PROOF_BYTES, "the proof of a shard")),
+    generation=amount("generation"),
+    audience=EPOCH,
+)
+ISSUED_CREDENTIAL = Struct(
+    pb.IssuedCredential,
+    IssuedCredential,
+    token=words("a token", limits.TOKEN_BYTES),
+    valid_ns=NS,
+)
+
 REPORT = Struct(
     pb.ReportRequest,
     Report,

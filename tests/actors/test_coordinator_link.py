@@ -1,45 +1,182 @@
-"""A shard goes on reporting to the coordinator that it knows while Ray's head does not answer."""
+"""How a shard keeps to its coordinator, and how it gets the credentials with which it reports and asks other shards."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 import ray
 
-from kvcluster.actors import shard
-from kvcluster.actors.shard import CoordinatorLink
-from kvcluster.errors import Unreachable
+from kvcluster.actors import coordinator, coordinator_link
+from kvcluster.actors.coordinator_link import CoordinatorLink
+from kvcluster.core.ids import Caller, CallId, Epoch, ShardId
+from kvcluster.core.messages import Reply, Report, ReportAck, Request, ShardAddress, ShardInfo
+from kvcluster.errors import CredentialError, Unreachable
+from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.server import GrpcServer
+from kvcluster.runtime.shard_credentials import CredentialIssuer, ShardProof
+from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.credentials import Credentials
+
+SECRET = "of the cluster"
+BOUND_MS = 20_000
+
+
+class Coordinator:
+    """A coordinator's port for shards, which acknowledges every report."""
+
+    def __init__(self) -> None:
+        self.reported: list[Any] = []
+        self.issuer = CredentialIssuer()
+        _, handlers = coordinator.handlers_of(self._ask, self.issuer)
+        auth = Authenticator({}, SECRET, epoch_of=self.issuer.epoch_of)
+        self.server = GrpcServer(handlers, auth, "127.0.0.1", 0, 2)
+        self.server.start()
+
+    def _ask(self, build: Callable[[CallId], Request[Any]], wait_s: float, tenant: str) -> Reply:
+        self.reported.append(build(CallId(1)).question)
+        return ReportAck(Epoch(1), 0, 0, ())
+
+    def close(self) -> None:
+        self.server.close(grace_s=0)
+
+
+@pytest.fixture
+def served() -> Iterator[Coordinator]:
+    with closing(Coordinator()) as one:
+        yield one
+
+
+def report(epoch: int) -> Report:
+    info = ShardInfo(ShardId("shard-0"), Epoch(epoch), "127.0.0.1:1", "", 0, 0, 0, 0)
+    return Report(info, Epoch(0), 1)
+
+
+def link_of(epoch: int, secret: str = SECRET, proof: ShardProof | None = None) -> CoordinatorLink:
+    return CoordinatorLink("kvcluster", Credentials(secret), Epoch(epoch), proof or ShardProof())
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, *address: str) -> None:
+    monkeypatch.setattr(coordinator_link, "report_address", lambda cluster: (address[0], ""))
+
+
+def soon() -> Deadline:
+    return Deadline.after_ms(BOUND_MS)
+
+
+def test_a_shard_reports_with_a_credential_of_its_incarnation(
+    served: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(monkeypatch, served.server.address)
+    with closing(link_of(7)) as link:
+        assert isinstance(link.report(report(7), soon()), ReportAck)
+        with pytest.raises(CredentialError, match="of incarnation 7, not 8"):
+            link.report(report(8), soon())
+        assert isinstance(link.report(report(7), soon()), ReportAck), "and goes on"
+    assert [message.info.epoch for message in served.reported] == [7, 7]
+
+
+def test_the_secret_alone_reports_nothing(served: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcluster.transport.rpc import Connection
+    from kvcluster.wire.methods import COORDINATOR
+
+    with (
+        closing(Connection(served.server.address, Credentials(SECRET))) as insider,
+        pytest.raises(CredentialError, match="IssueCredential"),
+    ):
+        insider.ask(COORDINATOR["Report"], report(7), soon())
+    assert not served.reported
+
+
+def test_no_other_process_gets_the_credential_of_an_incarnation(
+    served: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(monkeypatch, served.server.address)
+    with closing(link_of(7)) as mine, closing(link_of(7)) as impostor:
+        mine.report(report(7), soon())
+        with pytest.raises(Unavailable, match="another process has the credentials"):
+            impostor.report(report(7), soon())
+    with closing(link_of(9, "guessed")) as stranger, pytest.raises(CredentialError):
+        stranger.report(report(9), soon())
+
+
+def test_a_shard_shows_another_what_only_that_one_accepts(served: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, served.server.address)
+    proofs = {epoch: ShardProof() for epoch in (7, 8, 9)}
+    links = {epoch: link_of(epoch, proof=proof) for epoch, proof in proofs.items()}
+    for epoch, link in links.items():
+        link.report(report(epoch), soon())
+    shown = links[7].credentials_for(ShardAddress(ShardId("shard-1"), Epoch(8), "127.0.0.1:1", "", "its.name"))
+    assert shown.token is not None and shown.token == links[7].credentials_for(_shard(8)).token, "kept"
+    assert proofs[8].epoch_of(shown.token) == 7 and proofs[9].epoch_of(shown.token) is None
+    assert Authenticator({}, "", epoch_of=proofs[8].epoch_of).caller(shown.token) == Caller(*("", True), epoch=Epoch(7))
+    assert proofs[8].epoch_of(shown.token.replace("shard.7.", "shard.9.")) is None, "of no other incarnation"
+    for link in links.values():
+        link.close()
+
+
+def test_what_was_shown_ends_when_the_other_shard_has_had_two_new_credentials(
+    served: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(monkeypatch, served.server.address)
+    proof = ShardProof()
+    with closing(link_of(7)) as asks, closing(link_of(8, proof=proof)) as accepts:
+        accepts.report(report(8), soon())
+        asks.report(report(7), soon())
+        token = asks.credentials_for(_shard(8)).token
+        held = []
+        for _ in range(3):
+            accepts._renew_at = 0.0
+            accepts.report(report(8), soon())
+            held.append(proof.epoch_of(str(token)) == 7)
+    assert held == [True, False, False]
+
+
+def test_a_coordinator_that_has_restarted_issues_again(served: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, served.server.address)
+    with closing(link_of(7)) as link:
+        link.report(report(7), soon())
+        served.issuer._known.clear()
+        with pytest.raises(CredentialError):
+            link.report(report(7), soon())
+        assert isinstance(link.report(report(7), soon()), ReportAck)
 
 
 def test_a_shard_keeps_its_coordinator_while_the_head_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     announced, away = ["127.0.0.1:1"], threading.Event()
 
-    def look_up(cluster: str) -> str:
+    def look_up(cluster: str) -> tuple[str, str]:
         if announced[0] == "away":
             away.wait(30)
-            return "127.0.0.1:2"
+            return "127.0.0.1:2", ""
         if announced[0] == "ended":
             raise ray.exceptions.RpcError("the head has ended")
-        return announced[0]
+        return announced[0], ""
 
-    monkeypatch.setattr(shard, "report_address", look_up)
-    monkeypatch.setattr(shard, "_LOOK_UP_S", 0.2)
-    link = CoordinatorLink("kvcluster", "secret")
-    link._connect()
-    before = link._connection
+    monkeypatch.setattr(coordinator_link, "report_address", look_up)
+    monkeypatch.setattr(coordinator_link, "_LOOK_UP_S", 0.2)
+    link = link_of(7)
+    link._look_again()
+    before = link._at
     for announced[0] in ("ended", "away", "away"):
         began = time.monotonic()
-        link._connect()
-        assert link._connection is before and time.monotonic() - began < 5
+        link._look_again()
+        assert link._at == before and time.monotonic() - began < 5
     away.set()
-    link._connect()
-    assert link._connection is not before and link._address == "127.0.0.1:2"
+    link._look_again()
+    assert link._at.address == "127.0.0.1:2"
     link.close()
 
 
 def test_a_shard_that_knows_no_coordinator_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "report_address", lambda cluster: "")
+    announce(monkeypatch, "")
     with pytest.raises(Unreachable, match="no coordinator of cluster 'kvcluster' has announced itself yet"):
-        CoordinatorLink("kvcluster", "secret")._connect()
+        link_of(7).report(report(7), soon())
+
+
+def _shard(epoch: int) -> ShardAddress:
+    return ShardAddress(ShardId("shard-1"), Epoch(epoch), "127.0.0.1:1")

@@ -21,6 +21,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import NO_TENANT, token_line
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.rpc import Connection
 from tests.actors.processes import session
 from tests.ports import free_port
@@ -42,7 +43,7 @@ class Foreground:
         command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--foreground", "--config", str(self.settings)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
-        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", "ops"))
+        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", Credentials("ops")))
 
     def configure(self, shards: int) -> None:
         server = f'[server]\nport = {self.port}\ntoken_file = "{self.tokens}"\n'
@@ -123,7 +124,7 @@ def test_a_changed_number_of_shards_is_followed(foreground: Foreground) -> None:
 def test_an_operator_without_a_tenant_does_not_cost_an_engine_shared_memory(foreground: Foreground) -> None:
     foreground.wait(lambda shards: len(shards) == 1)
     address = f"127.0.0.1:{foreground.port}"
-    ours, engines = examine(address, "ops"), examine(address, "team-a")
+    ours, engines = examine(address, Credentials("ops")), examine(address, Credentials("team-a"))
     assert ours["healthy"] and ours["coordinator"]["credential"] == "of an operator without a tenant"
     assert len(ours["cluster"]["processes"]) == 2 and not ours["shards"]
     assert engines["healthy"] and [shard["chosen"] for shard in engines["shards"]] == ["shm"]

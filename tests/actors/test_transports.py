@@ -10,6 +10,7 @@ import torch
 import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.cli.doctor import examine
+from kvcluster.transport.credentials import ANONYMOUS
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
 
 pytestmark = pytest.mark.cluster
@@ -40,7 +41,7 @@ def test_a_client_of_the_same_host_takes_shared_memory_unasked(shared_cluster: L
 
 
 def test_the_doctor_finds_all_of_them(shared_cluster: LocalCluster) -> None:
-    found = examine(shared_cluster.address, None)
+    found = examine(shared_cluster.address, ANONYMOUS)
     assert found["healthy"]
     works = [[path["transport"] for path in shard["transports"] if path["works"]] for shard in found["shards"]]
     assert works == [["shm", "tcp", "grpc"]] * 2

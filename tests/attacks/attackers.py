@@ -52,6 +52,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.spec import KVSpec
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import CHANNEL_OPTIONS, Connection
 from kvcluster.wire import frames, zmtp
@@ -357,7 +358,7 @@ def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> It
             shard: ask(shard, target.token, SHARD["Attach"], AttachShard(spec), AttachedShard)
             for shard in target.shards
         }
-        connections = {shard: Connection(shard, target.token) for shard in target.shards}
+        connections = {shard: Connection(shard, Credentials(target.token)) for shard in target.shards}
         for connection in connections.values():
             house.callback(connection.close)
         house.callback(stop.set)
@@ -527,7 +528,7 @@ def _attach(address: str, token: str | None, spec: KVSpec = SPEC) -> Attached:
 
 
 def ask(address: str, token: str | None, method: Method, question: Any, kind: type[R]) -> R:
-    connection = Connection(address, token)
+    connection = Connection(address, Credentials(token))
     try:
         answer = connection.ask(method, question, _PATIENT)
     finally:

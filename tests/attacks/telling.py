@@ -26,6 +26,7 @@ from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.server import GrpcServer
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
 from tests.core.lone_coordinator import BLOCKS
@@ -69,7 +70,7 @@ def served() -> Iterator[Connection]:
     auth = Authenticator({digest(_TOKEN): THEIRS, digest("ours"): OURS}, "secret")
     server = GrpcServer(handlers_of(driver.ask)[0], auth, "127.0.0.1", 0, 2)
     server.start()
-    connection = Connection(server.address, _TOKEN)
+    connection = Connection(server.address, Credentials(_TOKEN))
     try:
         yield connection
     finally:

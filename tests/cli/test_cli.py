@@ -22,6 +22,7 @@ from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import digest, new_token, parse_tokens, token_line
 from kvcluster.runtime.private_files import ACTORS, derived_key
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
 from tests.actors.processes import processes, title
@@ -242,7 +243,7 @@ def test_up_starts_one_cluster_however_many_ask_and_says_how_to_go_on(cluster: U
 
 
 def admits(cluster: Up, token: str) -> bool:
-    connection = Connection(cluster.address, token)
+    connection = Connection(cluster.address, Credentials(token))
     try:
         return isinstance(connection.ask(COORDINATOR["GetStatus"], GetStatus(), Deadline.after_ms(20_000)), Status)
     except CredentialError:

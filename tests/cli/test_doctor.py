@@ -40,6 +40,7 @@ from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.process_location import ProcessLocation
@@ -49,10 +50,13 @@ from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.versions import VERSIONS_KEY, Versions, encode_versions
 from tests.ports import refused
 from tests.transport.frail import Frail
+from tests.transport.peers import SECRET, of_a_shard
 
 FACTS = ProcessFacts(2**22, 2**30, (ListeningPort("grpc", 7100, "7100-7163"),))
 HERE = "memory"
 """Where the shards of a MemoryCluster say that they are."""
+
+DEFAULT = Credentials("default")
 
 
 class Served:
@@ -61,20 +65,21 @@ class Served:
     def __init__(self, cluster: MemoryCluster, *, knows_probes: bool = True) -> None:
         self.cluster = cluster
         tenants = {digest("default"): Tenant("default"), digest("operator"): Tenant("ops")}
-        self.auth = Authenticator(tenants, "secret", frozenset({digest("operator")}))
+        self.auth = Authenticator(tenants, "", frozenset({digest("operator")}), epoch_of=of_a_shard)
         self._closing: list[Callable[[], object]] = []
         methods = {name: method for name, method in COORDINATOR.items() if knows_probes or name != "Probe"}
         self.coordinator = self._serve(unary_handlers(methods, self._ask, operators=frozenset({"Probe"})))
         self.address = self.coordinator.address
         self.shards: dict[str, GrpcServer] = {}
         self.tcp: dict[str, TcpServer] = {}
+        shows = Credentials(SECRET).for_shard
         for name, host in cluster.shards.items():
             handlers = unary_handlers(SHARD, host.ask, shared=frozenset({"GetOffers"}))
             handlers |= page_handlers(host)
             self.shards[name] = self._serve(handlers)
             self._offer(name, host)
             probe = PeerProbe(
-                lambda: FACTS, lambda: ClockDifference(5_000_000, 1_000_000), "secret", ProcessLocation(HERE)
+                lambda: FACTS, lambda: ClockDifference(5_000_000, 1_000_000), shows, ProcessLocation(HERE)
             )
             host._probe = probe.carry_out
         known = {server.address for server in self.shards.values()}
@@ -86,7 +91,7 @@ class Served:
 
     def _offer(self, name: str, host: ShardHost) -> None:
         """What this shard would tell of itself, were it a process of its own."""
-        paths = serve_paths(host, self.auth, ServerConfig(), "127.0.0.1", {"tcp": serve})
+        paths = serve_paths(host, self.auth, ServerConfig(), "127.0.0.1", servers={"tcp": serve})
         self._closing.append(paths.close)
         (tcp,) = paths.servers
         assert isinstance(tcp, TcpServer)
@@ -137,7 +142,7 @@ def paths_of(shard: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_of_a_cluster_that_is_well_it_says_by_which_transports_each_shard_is_reached(served: Served) -> None:
-    found = examine(served.address, "default", openers={"tcp": open_path})
+    found = examine(served.address, DEFAULT, openers={"tcp": open_path})
     assert found["healthy"]
     assert found["verdict"] == "all 2 shard(s) can be reached: 2 by tcp"
     coordinator = found["coordinator"]
@@ -153,8 +158,8 @@ def test_of_a_cluster_that_is_well_it_says_by_which_transports_each_shard_is_rea
 
 
 def test_it_leaves_nothing_behind(served: Served) -> None:
-    assert examine(served.address, "default", openers={"tcp": open_path})["healthy"]
-    with closing(Connection(served.address, "default")) as connection:
+    assert examine(served.address, DEFAULT, openers={"tcp": open_path})["healthy"]
+    with closing(Connection(served.address, Credentials("default"))) as connection:
         assert read_status(GrpcPort(connection), 10_000)["namespaces"] == 0
     served.cluster.wait_until_idle()
     served.cluster.check()
@@ -177,7 +182,7 @@ def test_for_machines_it_prints_json_and_nothing_else(served: Served, capsys: py
 
 
 def test_for_an_operator_the_shards_try_one_another(served: Served) -> None:
-    found = examine(served.address, "operator", openers={"tcp": open_path})["cluster"]
+    found = examine(served.address, Credentials("operator"), openers={"tcp": open_path})["cluster"]
     assert (found["why"], found["problems"]) == (None, [])
     tried = {(pair["source"], pair["target"], pair["transport"]): pair["trip_ms"] for pair in found["pairs"]}
     sources = [("shard-0", "shard-1"), ("shard-1", "shard-0"), ("this host", "shard-0"), ("this host", "shard-1")]
@@ -196,7 +201,7 @@ def test_a_shard_that_others_do_not_reach_is_named_with_what_to_do(
     monkeypatch.setattr(peer_probe, "PATIENCE_MS", 300)
     monkeypatch.setattr(doctor, "PATIENCE_MS", 3_000)
     served.shards["shard-1"].close(grace_s=0)
-    found = examine(served.address, "operator", openers={"tcp": open_path})
+    found = examine(served.address, Credentials("operator"), openers={"tcp": open_path})
     said = [problem["what"] for problem in found["cluster"]["problems"]]
     assert any(line.startswith("shard-0 (127.0.0.1:") and "does not reach shard-1 (" in line for line in said)
     assert not any(line.startswith("shard-1 (") for line in said)  # it reaches others
@@ -204,11 +209,11 @@ def test_a_shard_that_others_do_not_reach_is_named_with_what_to_do(
 
 
 def test_a_tenant_is_told_that_it_takes_an_operator(served: Served) -> None:
-    found = examine(served.address, "default", openers={"tcp": open_path})
+    found = examine(served.address, DEFAULT, openers={"tcp": open_path})
     assert found["healthy"]
     assert "give an operator's token" in found["cluster"]["why"]
     refused = pytest.raises(CredentialError, match="having the shards try one another is for operators")
-    with closing(Connection(served.address, "default")) as connection, refused:
+    with closing(Connection(served.address, Credentials("default"))) as connection, refused:
         connection.ask(COORDINATOR["Probe"], Probe(), Deadline.after_ms(10_000))
 
 
@@ -216,7 +221,7 @@ def test_a_coordinator_of_an_older_release_is_said_not_to_know() -> None:
     with MemoryCluster(shards=2, ram_bytes="4MiB") as cluster:
         served = Served(cluster, knows_probes=False)
         try:
-            found = examine(served.address, "operator", openers={"tcp": open_path})
+            found = examine(served.address, Credentials("operator"), openers={"tcp": open_path})
         finally:
             served.close()
     assert found["healthy"]
@@ -239,7 +244,10 @@ def offering(served: Served, *offers: Offer, refused: tuple[tuple[str, str], ...
 def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) -> None:
     offering(served, refused=(("shm", "the token file names several tenants"),))
     found = examine(
-        served.address, "default", openers={"shm": open_path, "tcp": open_path}, location=ProcessLocation(HERE)
+        served.address,
+        Credentials("default"),
+        openers={"shm": open_path, "tcp": open_path},
+        location=ProcessLocation(HERE),
     )
     assert found["verdict"] == "all 2 shard(s) can be reached: 2 by grpc"
     paths = paths_of(found["shards"][0])
@@ -250,7 +258,9 @@ def test_what_a_shard_does_not_offer_is_told_in_its_own_words(served: Served) ->
 
 def test_shared_memory_is_for_the_same_host(served: Served) -> None:
     offering(served, Offer("shm", "@name"))
-    found = examine(served.address, "default", openers={"shm": open_path}, location=ProcessLocation("elsewhere"))
+    found = examine(
+        served.address, Credentials("default"), openers={"shm": open_path}, location=ProcessLocation("elsewhere")
+    )
     assert paths_of(found["shards"][0])["shm"]["why"] == "another host: the shard is on memory, and this is elsewhere"
 
 
@@ -263,7 +273,10 @@ def test_a_transport_that_fails_is_told_with_what_to_do(served: Served) -> None:
     with refused(int(tcp.address.rpartition(":")[2])):
         offering(served, Offer("shm", "@shm"), Offer("tcp", tcp.address))
         found = examine(
-            served.address, "default", openers={"shm": shm.open, "tcp": open_path}, location=ProcessLocation(HERE)
+            served.address,
+            Credentials("default"),
+            openers={"shm": shm.open, "tcp": open_path},
+            location=ProcessLocation(HERE),
         )
     assert found["healthy"], "gRPC takes their place"
     paths = paths_of(found["shards"][0])
@@ -281,7 +294,7 @@ def test_a_shard_that_hangs_when_asked_for_its_offers_is_still_reached(
         raise Unavailable(Miss(MissReason.DEADLINE, "too late"))
 
     monkeypatch.setattr("kvcluster.transport.grpc_pages.GrpcPages.offers", silent)
-    found = examine(served.address, "default", openers={"tcp": open_path})
+    found = examine(served.address, DEFAULT, openers={"tcp": open_path})
     assert found["healthy"]
     assert paths_of(found["shards"][0])["tcp"]["why"] == "the shard does not tell its transports: too late"
 
@@ -298,7 +311,7 @@ def test_a_shard_that_cannot_be_reached_is_named_and_the_status_is_1(
     assert capsys.readouterr().out.splitlines()[-1] == (
         "of 2 shard(s), shard-1 cannot be reached: blocks there are misses"
     )
-    found = examine(served.address, "default", openers={"tcp": open_path})
+    found = examine(served.address, DEFAULT, openers={"tcp": open_path})
     shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-1")
     paths = paths_of(shard)
     assert (shard["reachable"], shard["chosen"], paths["grpc"]["works"]) == (False, None, False)
@@ -310,7 +323,7 @@ def test_a_lost_shard_is_not_tried() -> None:
         served.cluster.stop_shard(ShardId("shard-0"))
         members = served.cluster.coordinator_core().state.members
         served.cluster.wait_until(lambda: "shard-0" in members.lost)
-        found = examine(served.address, "default", openers={"tcp": open_path})
+        found = examine(served.address, DEFAULT, openers={"tcp": open_path})
         shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-0")
         assert (shard["state"], shard["transports"]) == ("lost", [])
         assert shard["why"] == "the coordinator no longer gets reports from it"
@@ -322,7 +335,7 @@ def test_without_shards_nothing_is_well(served: Served) -> None:
         served.cluster.stop_shard(shard)
     served.cluster.stop_coordinator()
     served.cluster.start_coordinator()
-    found = examine(served.address, "default")
+    found = examine(served.address, DEFAULT)
     assert (found["healthy"], found["verdict"]) == (
         False,
         "the coordinator knows no shard: nothing can be stored",
@@ -333,7 +346,7 @@ def test_without_shards_nothing_is_well(served: Served) -> None:
 def test_a_credential_that_is_not_accepted_is_told_with_where_to_get_one(
     served: Served, token: str | None, why: str
 ) -> None:
-    found = examine(served.address, token)
+    found = examine(served.address, Credentials(token))
     assert (found["coordinator"]["reachable"], found["coordinator"]["credential"]) == (True, "refused")
     assert why in found["coordinator"]["why"] and why in found["verdict"]
     assert "kvcluster token" in found["coordinator"]["advice"]
@@ -348,35 +361,40 @@ def test_another_version_of_the_protocol_is_told_with_what_to_install(
     newer = Versions(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2, "9.0.0")
     monkeypatch.setattr("kvcluster.runtime.server.OURS", newer)
     monkeypatch.setattr("kvcluster.runtime.server.METADATA", ((VERSIONS_KEY, encode_versions(newer)),))
-    found = examine(served.address, "default")
+    found = examine(served.address, DEFAULT)
     assert found["coordinator"]["protocol_version"] is None
     assert "kvcluster 9.0.0, which speaks versions" in found["coordinator"]["why"]
     assert "upgrade the caller" in found["coordinator"]["why"]
     assert "upgrade the older side" in found["coordinator"]["advice"]
 
 
-@pytest.mark.parametrize(
-    ("advice", "address"), [("`kvcluster up` starts a cluster here", None), ("give --address host:port", "nonsense")]
-)
 def test_where_nothing_listens_it_says_what_to_do(
-    advice: str, address: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "PATIENCE_MS", 100)
-    if address is None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            address = f"127.0.0.1:{server.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
     assert main(["doctor", "--address", address]) == 1
     first, why, what, verdict = capsys.readouterr().out.splitlines()
     assert first == f"{address}  does not answer"
     assert verdict == f"this machine cannot use the cluster: {why}"
-    assert what.startswith(f"what to do: {advice}")
+    assert what.startswith("what to do: `kvcluster up` starts a cluster here")
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [("nonsense", "is not host:port"), ("10.0.0.5:7070", "nothing says how the connection is encrypted")],
+)
+def test_what_it_would_not_connect_to_is_an_error(address: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--address", address]) != 0
+    assert why in capsys.readouterr().err
 
 
 def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     server = GrpcServer({}, Authenticator(None, "secret"), "127.0.0.1", 0, threads=2)
     server.start()
     try:
-        found = examine(server.address, None)
+        found = examine(server.address, ANONYMOUS)
     finally:
         server.close(grace_s=0)
     assert "is no kvcluster server" in found["coordinator"]["why"]
@@ -385,7 +403,7 @@ def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch
 
 def test_a_coordinator_that_answers_nothing_of_its_state_is_told_to_hang(served: Served) -> None:
     served.cluster.stop_coordinator()
-    found = examine(served.address, "default")
+    found = examine(served.address, DEFAULT)
     assert (found["coordinator"]["reachable"], found["healthy"]) == (True, False)
     assert "hangs or has just died" in found["coordinator"]["advice"]
     served.cluster.start_coordinator()

@@ -12,6 +12,7 @@ import pytest
 
 from kvcluster.cli import doctor, engine_doctor
 from kvcluster.cli.main import main
+from kvcluster.transport.credentials import CONNECTION, Credentials
 
 FOUND: dict[str, Any] = {
     "releases": {
@@ -22,7 +23,13 @@ FOUND: dict[str, Any] = {
         "python": "3.11.7",
         "device": "cpu",
     },
-    "settings": {"mode": "observe", "address": "", "token_file": "", "trace_dir": "~/.cache/kvcluster/traces"},
+    "settings": {
+        "mode": "observe",
+        "address": "",
+        "token_file": "",
+        **dict.fromkeys(CONNECTION, ""),
+        "trace_dir": "~/.cache/kvcluster/traces",
+    },
     "model": {
         "path": "/models/llama",
         "architectures": ["LlamaForCausalLM"],
@@ -140,16 +147,16 @@ def test_a_cluster_that_the_settings_name_is_examined(
 ) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n", encoding="utf-8")
-    finds["settings"] |= {"mode": "on", "address": "head:7070", "token_file": str(token)}
-    asked: list[tuple[str, str | None]] = []
+    finds["settings"] |= {"mode": "on", "address": "head:7070", "token_file": str(token), "encryption": "network"}
+    asked: list[tuple[str, Credentials]] = []
 
-    def examine(address: str, given: str | None) -> dict[str, Any]:
+    def examine(address: str, given: Credentials) -> dict[str, Any]:
         asked.append((address, given))
         return {"address": address, "healthy": healthy, "verdict": "all 2 shard(s) can be reached: 2 by shm"}
 
     monkeypatch.setattr(doctor, "examine", examine)
     assert run() == status
-    assert asked == [("head:7070", "secret")]
+    assert asked == [("head:7070", Credentials("secret"))]
     text = capsys.readouterr().out
     assert "cluster at head:7070: all 2 shard(s) can be reached: 2 by shm\n" in text
     assert ("but its cluster cannot be used" in text) is not healthy
@@ -159,7 +166,7 @@ def test_a_cluster_that_the_command_names_is_examined_whatever_the_mode(
     finds: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(doctor, "examine", lambda address, token: {"address": address, "healthy": True, "verdict": "v"})
-    assert run("--address", "other:7070") == 0
+    assert run("--address", "other:7070", "--encryption", "network") == 0
     assert "cluster at other:7070: v\n" in capsys.readouterr().out
 
 

@@ -134,7 +134,7 @@ def test_a_part_that_is_none_is_refused() -> None:
 
 def test_a_coordinator_that_has_ended_is_named_without_grpcs_words() -> None:
     address = f"127.0.0.1:{free_port()}"
-    port = GrpcPort(Connection(address, None))
+    port = GrpcPort(Connection(address))
     with pytest.raises(Unavailable) as raised:
         port.ask(GetStatus(), Deadline.after_ms(5_000))
     port.close()

@@ -113,7 +113,7 @@ def silence() -> Iterator[str]:
 
 def stopped(address: str) -> tuple[CoordinatorPort, OpenTransport]:
     """Ways to a coordinator and to shards of which all hang."""
-    return GrpcPort(Connection(address, None)), lambda shard: GrpcPages(address, None)
+    return GrpcPort(Connection(address)), lambda shard: GrpcPages(address)
 
 
 def late(miss: Miss | None) -> bool:

@@ -256,7 +256,7 @@ def test_a_question_over_grpc_ends_when_its_client_is_closed(monkeypatch: pytest
     monkeypatch.setattr("kvcluster.transfers.coordinator_client._CLOSING_MS", 50)
     outcomes = list[BaseException]()
     with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts connections, and never answers
-        connection = Connection(f"127.0.0.1:{listening.getsockname()[1]}", None)
+        connection = Connection(f"127.0.0.1:{listening.getsockname()[1]}")
         control = CoordinatorClient(GrpcPort(connection))
 
         def ask() -> None:

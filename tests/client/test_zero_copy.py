@@ -48,6 +48,7 @@ from kvcluster.transfers.tensors import page_tensor
 from kvcluster.transfers.tickets import Ticket, TicketSeal
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Transport
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.path_selector import Opener
 from kvcluster.transport.process_location import ProcessLocation
@@ -117,7 +118,7 @@ class Desk:
                 shard,
                 control,
                 openers,
-                token=None,
+                credentials=ANONYMOUS,
                 next_attempt=attempts,
                 takes=takes,
                 location=ProcessLocation("memory"),
@@ -252,7 +253,7 @@ def in_another_process(what: str, address: str, namespace: str, block: str, epoc
     want = PageWant(PageKey(BlockHash(bytes.fromhex(block)), 0, SPEC.whole(0)), 0, LAYERS)
     attempt = Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
     request = ReadRequest(NamespaceId(bytes.fromhex(namespace)), attempt, Epoch(epoch), (want,))
-    with ShmPages(address, None).borrow(request, Deadline.after_ms(BOUND_S * 1e3)) as borrowed:
+    with ShmPages(address, ANONYMOUS).borrow(request, Deadline.after_ms(BOUND_S * 1e3)) as borrowed:
         found = page_tensor(SPEC, 0, SPEC.whole(0), borrowed.views[0])
         assert found is not None and borrowed.valid(Deadline.after_ms(BOUND_S * 1e3))
         if what == "write":

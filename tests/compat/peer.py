@@ -24,6 +24,7 @@ import kvcluster
 from kvcluster.config import ClientConfig, ShardConfig, load
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.spec import KVSpec
+from kvcluster.transport.credentials import Credentials
 
 SECRET = os.environ.get("KVCLUSTER_PEER_SECRET", "between the processes of these tests")
 HOST = os.environ.get("KVCLUSTER_PEER_HOST", "127.0.0.1")
@@ -140,7 +141,7 @@ def shard(name: str, reports_to: str) -> None:
 
     config, calls = settings(1), CallMetrics(SHARD)
     auth = authenticator(config.server, SECRET)
-    upstream, attempts = Connection(reports_to, SECRET), own_attempts()
+    upstream, attempts = Connection(reports_to, Credentials(SECRET)), own_attempts()
     failures: list[str] = []
 
     def tell(message: Any, deadline: Any) -> Any:
@@ -156,7 +157,10 @@ def shard(name: str, reports_to: str) -> None:
 
     me = ShardAddress(ShardId(name), Epoch(time.time_ns()), server.address, socket.gethostname())
     about = about_process(ShardHost, node="node-s", release=kvcluster.__version__, config_hash="5bad")
-    rest: dict[str, Any] = about | {"tell": tell, "open_source": lambda source: choose(source, SECRET, attempts)}
+    rest: dict[str, Any] = about | {
+        "tell": tell,
+        "open_source": lambda source: choose(source, Credentials(SECRET), attempts),
+    }
     rest["on_end"] = lambda leave: None
     if "me" in inspect.signature(ShardHost).parameters:
         host = ShardHost(me, config, **rest)

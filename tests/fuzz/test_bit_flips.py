@@ -31,6 +31,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, Transport
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.in_process_transport import MemoryTransport
@@ -154,7 +155,7 @@ def over_grpc(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]
     server = GrpcServer(unary_handlers(SHARD, host.ask) | spoiled, auth, "127.0.0.1", 0, threads=8)
     server.start()
     try:
-        yield lambda shard: GrpcPages(server.address, None)
+        yield lambda shard: GrpcPages(server.address)
     finally:
         server.close(grace_s=0)
 
@@ -164,7 +165,7 @@ def over_tcp(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """Links that go over two wires, and control beside them that is sound."""
     server = TcpServer(host, lambda token: DEFAULT_TENANT, "127.0.0.1")
     with _over(server, to_reader, to_shard):
-        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, None))
+        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, ANONYMOUS))
 
 
 @contextmanager
@@ -172,7 +173,7 @@ def over_shm(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """The same, where the bytes of pages go past the wires, and what is said of them over these."""
     server = ShmServer(host, lambda token: DEFAULT_TENANT)
     with _over(server, to_reader, to_shard):
-        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), ShmPages(server.address, None))
+        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), ShmPages(server.address, ANONYMOUS))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Tombstone
 from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError
 from kvcluster.runtime import auth, tombstones
-from kvcluster.transport.rpc import check_address
+from kvcluster.transport.addresses import check_address
 from kvcluster.wire import versions
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, words
@@ -72,7 +72,7 @@ def _path_of(data: bytes) -> str:
 
 
 def _read_tokens(data: bytes) -> object:
-    return auth.authenticator(config.ServerConfig(token_file=_path_of(data)), "internal")
+    return auth.authenticator(config.Config(server=config.ServerConfig(token_file=_path_of(data))), "internal")
 
 
 def _read_foreign(data: bytes) -> object:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.config import ServerConfig
+from kvcluster.config import Config, ServerConfig
+from kvcluster.config.ports import is_loopback
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.errors import ConfigError, CredentialError
@@ -19,9 +21,9 @@ from kvcluster.runtime.auth import (
     NO_TENANT,
     Authenticator,
     Caller,
+    Tokens,
     authenticator,
     digest,
-    is_loopback,
     new_token,
     parse_tokens,
     token_line,
@@ -38,13 +40,13 @@ DIGEST = digest("a token")
 @given(st.dictionaries(tokens, names, min_size=1), st.sampled_from(["\n", "\r\n", "\n\n", "\n# a comment\n", "  \n\t"]))
 def test_what_is_written_in_a_token_file_is_read_from_it(tenants: dict[str, str], between: str) -> None:
     text = between.join(f"sha256:{digest(token)}  {name}" for token, name in tenants.items())
-    assert parse_tokens(text) == ({digest(token): Tenant(name) for token, name in tenants.items()}, frozenset())
+    assert parse_tokens(text) == Tokens({digest(token): Tenant(name) for token, name in tenants.items()}, frozenset())
 
 
 @given(st.dictionaries(tokens, st.tuples(names, st.booleans()), min_size=1))
 def test_the_lines_that_are_made_say_who_is_an_operator(made: dict[str, tuple[str, bool]]) -> None:
     lines = [token_line(token, name, operator=operator) for token, (name, operator) in made.items()]
-    tenants, operators = parse_tokens("\n".join(lines))
+    tenants, operators, _ = parse_tokens("\n".join(lines))
     assert tenants == {digest(token): name for token, (name, _) in made.items()}
     assert operators == {digest(token) for token, (_, operator) in made.items() if operator}
 
@@ -55,8 +57,12 @@ def test_no_line_is_made_for_a_tenant_that_would_say_more_than_a_name(tenant: st
         token_line("a token", tenant)
 
 
+def serving(**settings: Any) -> Config:
+    return Config(server=ServerConfig(**settings))
+
+
 def test_a_tenant_may_be_called_operator_and_is_none() -> None:
-    assert parse_tokens(f"sha256:{DIGEST} operator") == ({DIGEST: Tenant("operator")}, frozenset())
+    assert parse_tokens(f"sha256:{DIGEST} operator") == Tokens({DIGEST: Tenant("operator")}, frozenset())
     assert parse_tokens(f"sha256:{DIGEST} operator\toperator").operators == {DIGEST}
 
 
@@ -202,7 +208,7 @@ def test_new_tokens_differ_and_can_be_sent() -> None:
 def test_tokens_are_read_from_the_configured_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"sha256:{DIGEST}  me\n{token_line('another', 'me', operator=True)}\n", encoding="utf-8")
-    known = authenticator(ServerConfig(host="0.0.0.0", token_file=str(path)), SECRET)
+    known = authenticator(serving(host="0.0.0.0", token_file=str(path)), SECRET)
     assert known.caller("a token") == Caller(Tenant("me"))
     assert known.caller("another") == Caller(Tenant("me"), operator=True)
     with pytest.raises(CredentialError):
@@ -214,13 +220,13 @@ def test_any_bytes_are_a_token_file_or_a_config_error(tmp_path_factory: pytest.T
     path = tmp_path_factory.mktemp("tokens") / "tokens"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="token"):
-        authenticator(ServerConfig(token_file=str(path)), SECRET)
+        authenticator(serving(token_file=str(path)), SECRET)
 
 
 @pytest.mark.parametrize("name", ["missing", ".", "missing/below", "nul\0"])
 def test_a_token_file_that_cannot_be_read_is_a_config_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="cannot read the token file"):
-        authenticator(ServerConfig(token_file=str(tmp_path / name)), SECRET)
+        authenticator(serving(token_file=str(tmp_path / name)), SECRET)
 
 
 def test_a_token_file_that_has_no_end_is_a_config_error(tmp_path: Path) -> None:
@@ -228,21 +234,21 @@ def test_a_token_file_that_has_no_end_is_a_config_error(tmp_path: Path) -> None:
     path.write_bytes(b"#" * (limits.TOKEN_FILE_BYTES + 1))
     for endless in (path, Path("/dev/zero")):
         with pytest.raises(ConfigError, match="larger than"):
-            authenticator(ServerConfig(token_file=str(endless)), SECRET)
+            authenticator(serving(token_file=str(endless)), SECRET)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1"])
 def test_on_loopback_no_client_needs_a_token(host: str) -> None:
     assert is_loopback(host)
-    assert authenticator(ServerConfig(host=host), SECRET).caller(None) == Caller(DEFAULT_TENANT, operator=True)
+    assert authenticator(serving(host=host), SECRET).caller(None) == Caller(DEFAULT_TENANT, operator=True)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "192.168.1.1", "localhost.example", "a.host", "", "127"])
 def test_elsewhere_a_server_without_tokens_refuses_to_start_unless_told_so_by_name(host: str) -> None:
     assert not is_loopback(host)
     with pytest.raises(ConfigError, match="--insecure"):
-        authenticator(ServerConfig(host=host), SECRET)
-    assert authenticator(ServerConfig(host=host, insecure=True), SECRET).caller(None) == Caller(
+        authenticator(serving(host=host), SECRET)
+    assert authenticator(serving(host=host, insecure=True), SECRET).caller(None) == Caller(
         DEFAULT_TENANT, operator=True
     )
 
@@ -250,7 +256,7 @@ def test_elsewhere_a_server_without_tokens_refuses_to_start_unless_told_so_by_na
 def test_insecure_does_not_make_tokens_worthless(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"sha256:{DIGEST}  me", encoding="utf-8")
-    known = authenticator(ServerConfig(token_file=str(path), insecure=True), SECRET)
+    known = authenticator(serving(token_file=str(path), insecure=True), SECRET)
     with pytest.raises(CredentialError):
         known.caller(None)
 

@@ -14,6 +14,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.exchange_summary import ExchangeSummary
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.wire.methods import SHARD
@@ -32,9 +33,8 @@ from tests.runtime.hosts import (
     shard,
     store,
 )
+from tests.transport.peers import SECRET, of_a_shard
 from tests.waiting import eventually
-
-SECRET = "between the actors"
 
 
 class Hanging:
@@ -97,14 +97,14 @@ def served(**config: object) -> Iterator[Served]:
     others, told = Coordinator(), Coordinator()
     with shard(others, name="source") as source:
         hanging = Hanging(source)
-        auth = Authenticator({}, SECRET)
+        auth = Authenticator({}, "", epoch_of=of_a_shard)
         handlers = unary_handlers(SHARD, source.ask, shared=frozenset({"Suspect"}))
         handlers |= page_handlers(hanging)
         server = GrpcServer(handlers, auth, "127.0.0.1", 0, threads=4)
         server.start()
 
         def open_source(address: ShardAddress) -> GrpcPages:
-            return GrpcPages(address.address, SECRET)
+            return GrpcPages(address.address, Credentials(SECRET))
 
         try:
             with shard(told, name="target", open_source=open_source, **config) as target:

@@ -54,6 +54,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.rpc import Connection, identity
@@ -332,7 +333,7 @@ def served(host: ShardHost, name: str) -> Iterator[DataPath]:
         handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
         with closing(GrpcServer(handlers, auth, "127.0.0.1", 0, 2)) as server:
             server.start()
-            with closing(GrpcPages(server.address, "known")) as path:
+            with closing(GrpcPages(server.address, Credentials("known"))) as path:
                 yield path
         return
     serve, pages = (
@@ -342,7 +343,7 @@ def served(host: ShardHost, name: str) -> Iterator[DataPath]:
     )
     with closing(serve) as beside:
         beside.start()
-        with closing(pages(beside.address, "known")) as path:
+        with closing(pages(beside.address, Credentials("known"))) as path:
             yield path
 
 
@@ -438,7 +439,7 @@ def test_connections_of_strangers_and_of_other_releases() -> Series:
         with closing(TcpServer(host, lambda token: auth.caller(token).tenant, "127.0.0.1")) as server:
             server.start()
             for token in ("", "stolen"):
-                with closing(TcpPages(server.address, token)) as path, pytest.raises(CredentialError):
+                with closing(TcpPages(server.address, Credentials(token))) as path, pytest.raises(CredentialError):
                     request = ReadRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, (), Loss.EXACT)
                     run_to_completion(path.read(request, KeepNothing(), hosts.soon()))
             where_to = server.address.rpartition(":")
@@ -482,14 +483,14 @@ def test_calls_of_a_server() -> Series:
     auth = authenticator()
     server = GrpcServer(unary_handlers(COORDINATOR, ask, metrics=calls), auth, "127.0.0.1", 0, 2, metrics=calls)
     server.start()
-    with closing(server), closing(Connection(server.address, token_of(ONE))) as ours:
+    with closing(server), closing(Connection(server.address, Credentials(token_of(ONE)))) as ours:
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ours.ask, COORDINATOR["EndTicket"], EndTicket(hosts.attempt()), hosts.soon())
             assert asked.wait(hosts.BOUND_S)
             assert by_series(calls.samples())["kvcluster_calls_under_way",] == 1
             go_on.set()
             assert answer.result() == Done()
-        with closing(Connection(server.address, "stolen")) as stranger, pytest.raises(CredentialError):
+        with closing(Connection(server.address, Credentials("stolen"))) as stranger, pytest.raises(CredentialError):
             stranger.ask(COORDINATOR["EndTicket"], EndTicket(hosts.attempt()), hosts.soon())
         with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError):
             older = channel.unary_unary(COORDINATOR["Attach"].path, identity, identity)

@@ -48,17 +48,17 @@ from kvcluster.runtime import server
 from kvcluster.runtime.auth import COMMANDS, NO_TENANT, Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire import methods
 from kvcluster.wire.checks import parse
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.versions import METADATA
-from tests.transport.peers import altered
+from tests.transport.peers import SECRET, altered, of_a_shard
 
 HOST = "127.0.0.1"
 BOUND_S = 20.0
-SECRET = "between the actors"
-OPEN = Authenticator(None, SECRET)
+OPEN = Authenticator(None, "", epoch_of=of_a_shard)
 """Admits all callers as operators of one tenant."""
 CALL = CallId(7)
 SPEC = KVSpec.uniform(
@@ -85,7 +85,7 @@ def connected(
 ) -> Iterator[Connection]:
     server = GrpcServer(handlers, auth, HOST, 0, threads=4, **options)
     server.start()
-    connection = Connection(server.address, token)
+    connection = Connection(server.address, Credentials(token))
     try:
         yield connection
     finally:
@@ -114,7 +114,7 @@ def test_a_question_is_asked_in_the_name_of_its_credential() -> None:
         asked.append(build(CALL))
         return AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
 
-    with connected(shard_methods(ask), "mine", Authenticator(TENANTS, SECRET)) as connection:
+    with connected(shard_methods(ask), "mine", Authenticator(TENANTS, "", epoch_of=of_a_shard)) as connection:
         answer = connection.ask(SHARD["Attach"], AttachShard(SPEC), soon())
     assert asked == [Request(CALL, Tenant("me"), None, AttachShard(SPEC))]
     assert answer == AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
@@ -154,7 +154,9 @@ def test_a_ping_is_answered_without_asking_the_core() -> None:
 @pytest.mark.parametrize("token", [None, "another", SECRET])
 def test_strangers_and_actors_are_no_tenants(token: str | None) -> None:
     with (
-        connected(shard_methods(fails(AssertionError())), token, Authenticator(TENANTS, SECRET)) as connection,
+        connected(
+            shard_methods(fails(AssertionError())), token, Authenticator(TENANTS, "", epoch_of=of_a_shard)
+        ) as connection,
         pytest.raises(CredentialError),
     ):
         connection.ask(SHARD["Flush"], FLUSH, soon())
@@ -171,7 +173,7 @@ def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
 
 
 def test_an_operator_without_a_tenant_runs_commands_and_reaches_no_page() -> None:
-    auth = Authenticator({digest("ops"): NO_TENANT}, SECRET, frozenset({digest("ops")}))
+    auth = Authenticator({digest("ops"): NO_TENANT}, "", frozenset({digest("ops")}), epoch_of=of_a_shard)
     asked: list[str] = []
 
     def serve(name: str) -> RpcHandler:
@@ -198,7 +200,7 @@ def test_an_operator_without_a_tenant_runs_commands_and_reaches_no_page() -> Non
 
 def test_what_touches_every_tenant_is_for_operators_alone() -> None:
     tenants = {digest("mine"): Tenant("me"), digest("my boss's"): Tenant("me")}
-    auth = Authenticator(tenants, SECRET, frozenset({digest("my boss's")}))
+    auth = Authenticator(tenants, "", frozenset({digest("my boss's")}), epoch_of=of_a_shard)
     asked = []
 
     def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
@@ -234,7 +236,7 @@ def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() 
         asked.append(build(CALL))
         return Done()
 
-    auth = Authenticator({digest("a token"): Tenant("me")}, SECRET)
+    auth = Authenticator({digest("a token"): Tenant("me")}, "", epoch_of=of_a_shard)
     handlers = unary_handlers(SHARD, ask, shared=frozenset({"Suspect"}))
     with connected(handlers, "a token", auth) as worker:
         worker.ask(SHARD["Suspect"], SUSPECT, soon(), SPACE)
@@ -338,7 +340,7 @@ def test_who_is_asked_has_the_question_decoded_and_is_told_of_whom_it_is() -> No
         return Done()
 
     handlers = unary_handlers(SHARD, ask)
-    with connected(handlers, "mine", Authenticator(TENANTS, SECRET)) as connection:
+    with connected(handlers, "mine", Authenticator(TENANTS, "", epoch_of=of_a_shard)) as connection:
         connection.ask(SHARD["Flush"], FLUSH, soon())
         with pytest.raises(ProtocolError):
             connection.ask(altered(SHARD["Flush"], encode_request=lambda *_: b"\xff\xff"), None, soon())
@@ -384,7 +386,7 @@ def test_an_address_that_is_not_of_this_machine_is_a_config_error(host: str) -> 
 def test_a_server_that_was_closed_is_gone() -> None:
     server = GrpcServer(shard_methods(lambda build, wait_s, tenant: Done()), OPEN, HOST, 0, threads=2)
     server.start()
-    connection = Connection(server.address, None)
+    connection = Connection(server.address)
     connection.wait_ready(soon())
     server.close(grace_s=0)
     server.close(grace_s=0)
@@ -413,7 +415,7 @@ def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
 
     server = GrpcServer(shard_methods(ask), OPEN, HOST, 0, threads=2)
     server.start()
-    connection = Connection(server.address, None)
+    connection = Connection(server.address)
     thread = threading.Thread(target=worker)
     thread.start()
     assert asked.wait(BOUND_S)
@@ -460,7 +462,7 @@ def test_a_server_says_why_it_refuses_to_a_bounded_number_of_calls_a_second(monk
     now = [7.0]
     monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(server, "_REFUSALS", 2)
-    auth = Authenticator(TENANTS, SECRET)
+    auth = Authenticator(TENANTS, "", epoch_of=of_a_shard)
     with connected(shard_methods(fails(AssertionError())), "unknown", auth) as stranger:
         for _ in range(2):
             with pytest.raises(CredentialError, match="does not know this token"):
@@ -474,7 +476,7 @@ def test_a_server_says_why_it_refuses_to_a_bounded_number_of_calls_a_second(monk
 
 @pytest.mark.parametrize("token", [None, "unknown", "yours"])
 def test_calls_without_a_message_take_no_thread_from_another_tenant(token: str | None) -> None:
-    auth = Authenticator(TENANTS, SECRET)
+    auth = Authenticator(TENANTS, "", epoch_of=of_a_shard)
     handlers = unary_handlers(SHARD, lambda build, wait_s, tenant: Done())
     with connected(handlers, "mine", auth) as mine, headers_only(mine.address, token, 64):
         for _ in range(16):
@@ -482,7 +484,7 @@ def test_calls_without_a_message_take_no_thread_from_another_tenant(token: str |
 
 
 def test_a_stranger_is_refused_before_its_message_is_read() -> None:
-    auth = Authenticator(TENANTS, SECRET)
+    auth = Authenticator(TENANTS, "", epoch_of=of_a_shard)
     with connected({SHARD["Flush"].path: unread()}, None, auth) as stranger, pytest.raises(CredentialError):
         stranger.ask(SHARD["Flush"], FLUSH, soon())
 
@@ -496,7 +498,7 @@ def unread() -> RpcHandler:
 
 def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CALLS_WAITING", 0)
-    auth = Authenticator(TENANTS, SECRET)
+    auth = Authenticator(TENANTS, "", epoch_of=of_a_shard)
     began, go = threading.Semaphore(0), threading.Event()
 
     def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
@@ -512,7 +514,7 @@ def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytes
             assert began.acquire(timeout=BOUND_S)
         with pytest.raises(Unavailable, match="too many calls"):
             yours.ask(SHARD["Flush"], FLUSH, soon())
-        mine = Connection(yours.address, "mine")
+        mine = Connection(yours.address, Credentials("mine"))
         assert mine.ask(SHARD["Flush"], FLUSH, soon()) == Done()
         mine.close()
         go.set()
@@ -520,7 +522,7 @@ def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytes
 
 
 def test_the_cluster_s_own_calls_do_not_wait_for_a_tenant_s() -> None:
-    auth = Authenticator(TENANTS, SECRET)
+    auth = Authenticator(TENANTS, "", epoch_of=of_a_shard)
     handlers = unary_handlers(SHARD, lambda build, wait_s, tenant: Done(), shared=frozenset({"Flush"}))
     with connected(handlers, SECRET, auth) as shard, headers_only(shard.address, "yours", 64):
         assert shard.ask(SHARD["Flush"], FLUSH, soon()) == Done()

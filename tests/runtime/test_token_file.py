@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.config import ServerConfig
+from kvcluster.config import Config, ServerConfig
 from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import (
@@ -162,5 +162,7 @@ def test_a_file_of_another_user_is_refused(path: Path, monkeypatch: pytest.Monke
 
 def test_the_first_start_of_a_server_needs_its_file(path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read the token file"):
-        authenticator(ServerConfig(token_file=str(path)), SECRET)
-    assert authenticator(ServerConfig(token_file=str(path)), SECRET, restarted=True).caller(SECRET).internal
+        authenticator(Config(server=ServerConfig(token_file=str(path))), SECRET)
+    assert (
+        authenticator(Config(server=ServerConfig(token_file=str(path))), SECRET, restarted=True).caller(SECRET).internal
+    )

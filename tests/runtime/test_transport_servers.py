@@ -17,10 +17,12 @@ from kvcluster.runtime.auth import NO_TENANT, Authenticator, digest
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.transport.auto import OPENERS
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.listener import ListenAt, TenantOf
 from kvcluster.transport.path_selector import try_path
 from kvcluster.transports import BY_NAME
 from tests.runtime.hosts import BOUND_S, EPOCH, Coordinator, attempt, configured, no_source, shard, soon
+from tests.transport.peers import SECRET, of_a_shard
 
 EVERY_CLIENT = Authenticator(None, "secret")
 
@@ -58,7 +60,7 @@ def host() -> Iterator[ShardHost]:
 def test_what_the_configuration_names_is_served_until_it_is_closed(host: ShardHost) -> None:
     shm, tcp = Recorded("shm"), Recorded("tcp")
     config = ServerConfig(socket_dir="/run/sockets")
-    paths = serve_paths(host, EVERY_CLIENT, config, "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, config, "here", servers={"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.epoch == EPOCH
     assert paths.offers.offers == (Offer("shm", "at shm"), Offer("tcp", "at tcp"))
     assert paths.offers.refused == ()
@@ -71,14 +73,16 @@ def test_what_the_configuration_names_is_served_until_it_is_closed(host: ShardHo
 def test_what_a_server_has_to_tell_besides_its_address_goes_with_its_offer(host: ShardHost) -> None:
     tcp = Recorded("tcp")
     tcp.details = b"what only its other half understands"
-    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(transports=("grpc", "tcp")), "here", {"tcp": tcp.serve})
+    paths = serve_paths(
+        host, EVERY_CLIENT, ServerConfig(transports=("grpc", "tcp")), "here", servers={"tcp": tcp.serve}
+    )
     assert paths.offers.offers == (Offer("tcp", "at tcp", BY_NAME["tcp"].version, tcp.details),)
 
 
 def test_what_the_configuration_leaves_out_is_not_served_and_that_is_told(host: ShardHost) -> None:
     shm, tcp = Recorded("shm"), Recorded("tcp")
     config = ServerConfig(transports=("grpc", "tcp"))
-    paths = serve_paths(host, EVERY_CLIENT, config, "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, config, "here", servers={"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.offers == (Offer("tcp", "at tcp"),)
     assert paths.offers.refused == (("shm", "the shard's configuration leaves it out"),)
     assert not shm.running
@@ -87,13 +91,13 @@ def test_what_the_configuration_leaves_out_is_not_served_and_that_is_told(host: 
 @pytest.mark.parametrize("error", [OSError("no room in /dev/shm"), ConfigError("no room in /dev/shm")])
 def test_what_cannot_be_started_is_told_and_the_rest_is_served(host: ShardHost, error: Exception) -> None:
     shm, tcp = Recorded("shm", error), Recorded("tcp")
-    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", servers={"shm": shm.serve, "tcp": tcp.serve})
     assert paths.offers.refused == (("shm", "the shard cannot serve it: no room in /dev/shm"),)
     assert tcp.running
 
 
 def test_what_there_is_no_server_for_is_told(host: ShardHost) -> None:
-    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", {})
+    paths = serve_paths(host, EVERY_CLIENT, ServerConfig(), "here", servers={})
     assert paths.offers.offers == ()
     assert paths.offers.refused == tuple((name, "the shard cannot serve it on its platform") for name in ("shm", "tcp"))
 
@@ -106,7 +110,7 @@ def test_memory_is_shared_only_where_all_tokens_are_of_one_tenant(
 ) -> None:
     shm, tcp = Recorded("shm"), Recorded("tcp")
     auth = Authenticator({digest(f"token {at}"): Tenant(name) for at, name in enumerate(tenants)}, "secret")
-    paths = serve_paths(host, auth, ServerConfig(), "here", {"shm": shm.serve, "tcp": tcp.serve})
+    paths = serve_paths(host, auth, ServerConfig(), "here", servers={"shm": shm.serve, "tcp": tcp.serve})
     assert shm.running is offered and tcp.running
     assert [offer.transport for offer in paths.offers.offers] == (["shm", "tcp"] if offered else ["tcp"])
     if not offered:
@@ -117,10 +121,10 @@ def test_memory_is_shared_only_where_all_tokens_are_of_one_tenant(
 def test_a_path_knows_its_callers_as_grpc_does(host: ShardHost) -> None:
     tcp = Recorded("tcp")
     tenants = {digest("good"): Tenant("me"), digest("operator"): NO_TENANT}
-    auth = Authenticator(tenants, "secret", frozenset({digest("operator")}))
-    serve_paths(host, auth, ServerConfig(), "here", {"tcp": tcp.serve})
-    assert (tcp.tenant_of("good"), tcp.tenant_of("secret")) == (Tenant("me"), CLUSTER)
-    for token in ("bad", "", None, "operator"):
+    auth = Authenticator(tenants, "secret", frozenset({digest("operator")}), epoch_of=of_a_shard)
+    serve_paths(host, auth, ServerConfig(), "here", servers={"tcp": tcp.serve})
+    assert (tcp.tenant_of("good"), tcp.tenant_of(SECRET)) == (Tenant("me"), CLUSTER)
+    for token in ("bad", "", None, "operator", "secret"):
         with pytest.raises(CredentialError):
             tcp.tenant_of(token)
 
@@ -138,5 +142,5 @@ def test_a_shard_tells_what_it_was_started_with_and_real_servers_answer_there() 
         assert host.ask(build_request(GetOffers(), Tenant("t")), BOUND_S) == paths.offers
         assert [offer.transport for offer in paths.offers.offers] == ["shm", "tcp"]
         for offer in paths.offers.offers:
-            with closing(OPENERS[offer.transport](offer, None)) as path:
+            with closing(OPENERS[offer.transport](offer, ANONYMOUS)) as path:
                 try_path(path, EPOCH, attempt(), soon())

@@ -42,6 +42,7 @@ from kvcluster.runtime.metric_samples import CallMetrics, Sample
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import DataPath, RefusedByShard, run_to_completion
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.path_selector import DiscardSink, offer_of
 from kvcluster.transport.process_location import ProcessLocation
@@ -55,9 +56,9 @@ from kvcluster.wire.socket_frames import HEADER, FrameKind
 from kvcluster.wire.versions import FIRST, OURS, VERSIONS_KEY, Versions, encode_versions
 from tests.runtime.hosts import BOUND_S, Coordinator, soon
 from tests.runtime.hosts import shard as hosted
+from tests.transport.peers import SECRET, of_a_shard
 
 HOST = "127.0.0.1"
-SECRET = "between the actors"
 REFUSALS = ("kvcluster_refused_calls_total", "kvcluster_refused_connections_total")
 SPEC = KVSpec.uniform(model="m", weights="sha256:0", num_layers=2, num_kv_heads=1, head_dim=4, dtype="float16")
 NAMESPACE = NamespaceId(bytes(32))
@@ -116,7 +117,7 @@ class Site:
 @contextmanager
 def site() -> Iterator[Site]:
     calls = CallMetrics({method.name for method in METHODS})
-    auth = Authenticator(None, SECRET)
+    auth = Authenticator(None, "", epoch_of=of_a_shard)
 
     def answer(method: Method, build: Callable[[Any], Any], wait_s: float, tenant: Tenant) -> Reply:
         build(1)
@@ -225,7 +226,7 @@ def test_no_version_lets_a_caller_skip_its_credential(credential: str) -> None:
         asked.append(build(1))
         return Done()
 
-    auth = Authenticator({}, SECRET)
+    auth = Authenticator({}, "", epoch_of=of_a_shard)
     handlers = unary_handlers({"Drain": COORDINATOR["Drain"]}, ask, operators=frozenset({"Drain"}))
     server = GrpcServer(handlers, auth, HOST, 0, 2)
     server.start()
@@ -295,7 +296,7 @@ class OldServer:
 @pytest.mark.parametrize("peer", SPOKEN, ids=str)
 def test_a_server_of_a_neighbouring_release_is_asked_and_understood_without_a_failed_try(peer: Versions) -> None:
     agreed = min(peer.newest, PROTOCOL_VERSION)
-    with OldServer(peer) as server, closing(Connection(server.address, None)) as connection:
+    with OldServer(peer) as server, closing(Connection(server.address)) as connection:
         assert connection.version is None
         for method, question in QUESTIONS.items():
             answer = connection.ask(method, question, soon())
@@ -307,7 +308,7 @@ def test_a_server_of_a_neighbouring_release_is_asked_and_understood_without_a_fa
 @pytest.mark.parametrize("peer", FOREIGN, ids=str)
 @pytest.mark.parametrize("method", QUESTIONS, ids=lambda method: method.path)
 def test_a_server_of_a_release_further_away_is_named_whatever_was_asked(method: Method, peer: Versions) -> None:
-    with OldServer(peer) as server, closing(Connection(server.address, None)) as connection:
+    with OldServer(peer) as server, closing(Connection(server.address)) as connection:
         for _ in range(2):
             with pytest.raises(VersionError) as told:
                 connection.ask(method, QUESTIONS[method], soon())
@@ -317,7 +318,7 @@ def test_a_server_of_a_release_further_away_is_named_whatever_was_asked(method: 
 
 
 def test_a_server_that_is_replaced_by_another_release_is_understood_from_its_next_answer_on() -> None:
-    with OldServer(release(PROTOCOL_VERSION - 1)) as server, closing(Connection(server.address, None)) as connection:
+    with OldServer(release(PROTOCOL_VERSION - 1)) as server, closing(Connection(server.address)) as connection:
         for newest in (PROTOCOL_VERSION - 1, PROTOCOL_VERSION, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1):
             server.peer = release(newest)
             connection.ask(SHARD["Ping"], None, soon())
@@ -328,7 +329,7 @@ def test_a_server_that_is_replaced_by_another_release_is_understood_from_its_nex
 
 
 def test_an_answer_that_contradicts_its_trailers_is_refused() -> None:
-    with OldServer(OURS) as server, closing(Connection(server.address, None)) as connection:
+    with OldServer(OURS) as server, closing(Connection(server.address)) as connection:
         server.answer = lambda method, data, context: (
             context.set_trailing_metadata(metadata_of(OURS))
             or (  # type: ignore[method-assign,func-returns-value]
@@ -343,8 +344,8 @@ def test_an_answer_that_contradicts_its_trailers_is_refused() -> None:
 
 NOTHING = ReadRequest(NAMESPACE, Attempt(Holder(bytes(16)), 1), Epoch(5), ())
 PATHS: Mapping[str, Callable[[str, int], DataPath]] = {
-    "tcp": lambda address, version: TcpPages(address, None, version),
-    "shm": lambda address, version: ShmPages(address, None, version),
+    "tcp": lambda address, version: TcpPages(address, ANONYMOUS, version),
+    "shm": lambda address, version: ShmPages(address, ANONYMOUS, version),
 }
 
 
@@ -434,7 +435,7 @@ def test_a_page_stream_over_grpc_is_answered_in_the_version_that_both_speak(serv
 
 
 def test_a_stream_may_be_the_first_call_of_a_connection(served: Site) -> None:
-    with closing(GrpcPages(served.address, None)) as pages, pytest.raises(RefusedByShard):
+    with closing(GrpcPages(served.address)) as pages, pytest.raises(RefusedByShard):
         assert pages._connection.version is None
         run_to_completion(pages.read(NOTHING, DiscardSink(), soon()))
 

@@ -47,6 +47,7 @@ from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.shm_server import ShmServer
@@ -604,7 +605,7 @@ def served(request: pytest.FixtureRequest, cluster: MemoryCluster) -> Iterator[C
                 shard,
                 control,
                 OPENERS,
-                token=None,
+                credentials=ANONYMOUS,
                 next_attempt=own_attempts(),
                 location=ProcessLocation("memory"),
                 takes=TRANSPORTS,
@@ -664,7 +665,7 @@ def test_over_a_transport_that_carries_no_queries_pages_are_loaded(
         controls.append(GrpcLike(cluster.shards[shard.shard]))
         if not auto:
             return SplitTransport(controls[-1], controls[-1])
-        return AutoTransport(shard, controls[-1], OPENERS, token=None, next_attempt=own_attempts())
+        return AutoTransport(shard, controls[-1], OPENERS, credentials=ANONYMOUS, next_attempt=own_attempts())
 
     config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)
     with Client(cluster.port(), opener, SPEC, config=config) as client:

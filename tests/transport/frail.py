@@ -22,6 +22,7 @@ from kvcluster.testing.cluster import RecordSource
 from kvcluster.testing.conformance import World
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.path_selector import LEFT_ALONE_NS
 from kvcluster.transport.process_location import ProcessLocation
 from kvcluster.transport.worker_exchange import RecordSink
@@ -223,7 +224,7 @@ class Ways:
         self.choice = AutoTransport(
             ShardAddress(ShardId("shard-0"), world.epoch, "an address", shard_host),
             self.grpc,
-            token=None,
+            credentials=ANONYMOUS,
             next_attempt=world.attempt,
             location=ProcessLocation(HERE),
             clock=lambda: self.now,

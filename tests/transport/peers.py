@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from typing_extensions import Self
 
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Epoch, Tenant
 from kvcluster.errors import KVClusterError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
@@ -22,6 +22,13 @@ from kvcluster.wire.methods import Method
 from kvcluster.wire.socket_frames import HEADER, FrameKind
 
 SECRET = "between the actors"
+"""What a shard shows."""
+
+
+def of_a_shard(token: str) -> Epoch | None:
+    """As shard_credentials.py, for the one token of shards in tests."""
+    return Epoch(1) if token == SECRET else None
+
 
 TERABYTE = struct.pack("<HBBI", socket_frames.MAGIC, PROTOCOL_VERSION, FrameKind.READ, 2**32 - 1)
 OTHER_VERSION = struct.pack("<HBBI", socket_frames.MAGIC, PROTOCOL_VERSION + 1, FrameKind.READ, 0)
@@ -43,7 +50,7 @@ def token(tenant: Tenant) -> str:
 
 def authenticator() -> Authenticator:
     """With a token for each tenant."""
-    return Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, SECRET)
+    return Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, "", epoch_of=of_a_shard)
 
 
 def altered(method: Method, **functions: Callable[..., object]) -> Method:

@@ -10,6 +10,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.testing.conformance import World
 from kvcluster.testing.conformance.world import BOUND_S, ONE
 from kvcluster.testing.split_transport import SplitTransport
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost, ShmServer
@@ -41,7 +42,9 @@ class Served:
 
     def open(self, tenant: Tenant) -> SplitTransport:
         device = self._server.details.decode()
-        return SplitTransport(MemoryTransport(self._host, tenant), ShmPages(self.address, token(tenant), device=device))
+        return SplitTransport(
+            MemoryTransport(self._host, tenant), ShmPages(self.address, Credentials(token(tenant)), device=device)
+        )
 
     def close(self) -> None:
         self._server.close()
@@ -49,7 +52,7 @@ class Served:
 
 def path(world: World) -> ShmPages:
     """Pages alone, without control; to be closed."""
-    return ShmPages(world.served.address, token(ONE))  # type: ignore[attr-defined]
+    return ShmPages(world.served.address, Credentials(token(ONE)))  # type: ignore[attr-defined]
 
 
 class Raw(StreamPeer):

@@ -59,6 +59,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.attend_session import Attends, SpanResults, ask_to_attend
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
@@ -143,10 +144,10 @@ def opened(kind: str, host: ShardHost, stack: ExitStack) -> Attends:
     path: TcpPages | ShmPages
     if kind == "tcp":
         server = TcpServer(host, lambda token: TENANT, "127.0.0.1")
-        path = TcpPages(server.address, None)
+        path = TcpPages(server.address, ANONYMOUS)
     else:
         server = ShmServer(host, lambda token: TENANT)
-        path = ShmPages(server.address, None)
+        path = ShmPages(server.address, ANONYMOUS)
     SERVERS[server.address] = server
     stack.callback(server.close)
     server.start()

@@ -29,6 +29,7 @@ from kvcluster.testing.conformance.content import Content, ContentSink, ContentS
 from kvcluster.testing.conformance.world import ONE, TWO, Pause, soon
 from kvcluster.transport.auto import AutoTransport, choose, own_attempts
 from kvcluster.transport.base import Cancelled, Deadline, PageHost, PathLost, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.path_selector import LEFT_ALONE_NS, TRY_MS
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -518,7 +519,7 @@ class Served:
 
     def open(self, tenant: Tenant) -> AutoTransport:
         shard = ShardAddress(ShardId("shard-0"), self.epoch, self.grpc.address, "anywhere")
-        return choose(shard, f"token of {tenant}", own_attempts())
+        return choose(shard, Credentials(f"token of {tenant}"), own_attempts())
 
     def close(self) -> None:
         self.tcp.close()

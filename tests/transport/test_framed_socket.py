@@ -20,6 +20,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, ProtocolError
 from kvcluster.testing.conformance.world import BOUND_S, soon
 from kvcluster.transport.base import Deadline, Unavailable, read_whole
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.tenant_memory import UNCHARGED, Account, TenantMemory
 from kvcluster.wire import socket_frames
@@ -188,7 +189,7 @@ def test_a_credential_that_is_refused_ends_the_handshake_and_its_socket(aside: T
 
     said = aside.submit(refuse)
     with pytest.raises(CredentialError, match="who is that"):
-        dial(near, "near", "a token", soon())
+        dial(near, "near", Credentials("a token"), soon())
     assert said.result(BOUND_S) == b"a token"
     assert near.fileno() == -1, "closed"
 

@@ -35,13 +35,14 @@ from kvcluster.testing.conformance.moving import fill
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
 from kvcluster.wire.versions import METADATA
-from tests.transport.peers import SECRET, altered, authenticator, token
+from tests.transport.peers import SECRET, altered, authenticator, of_a_shard, token
 
 HOST = "127.0.0.1"
 
@@ -57,7 +58,7 @@ class Served:
         self.address = self._server.address
 
     def open(self, tenant: Tenant) -> GrpcPages:
-        return GrpcPages(self.address, token(tenant))
+        return GrpcPages(self.address, Credentials(token(tenant)))
 
     def close(self) -> None:
         self._server.close(grace_s=0)
@@ -195,7 +196,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 
 
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
-    connection = Connection(world.served.address, token(ONE))
+    connection = Connection(world.served.address, Credentials(token(ONE)))
     huge = altered(SHARD["Flush"], encode_request=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
     with pytest.raises(LimitError, match="exceeds a size limit"):
         connection.ask(huge, None, soon())
@@ -235,7 +236,7 @@ def test_a_store_that_is_refused_leaves_no_thread_behind(world: World) -> None:
 def test_without_a_token_that_it_knows_a_shard_answers_no_question_either(world: World, wrong: str | None) -> None:
     content = Content.of(world, 1, 1, 100)
     store(world.open(), content)
-    stranger = GrpcPages(world.served.address, wrong)
+    stranger = GrpcPages(world.served.address, Credentials(wrong))
     for call in every_call(stranger, content):
         with pytest.raises(CredentialError, match="token"):
             call()
@@ -245,7 +246,7 @@ def test_without_a_token_that_it_knows_a_shard_answers_no_question_either(world:
 def test_the_secret_of_the_actors_reads_for_every_tenant_and_names_no_spec(world: World) -> None:
     content = Content.of(world, 1, 1, 100)
     store(world.open(), content)
-    insider = GrpcPages(world.served.address, SECRET)
+    insider = GrpcPages(world.served.address, Credentials(SECRET))
     with pytest.raises(CredentialError):
         insider.attach(content.spec, soon())
     assert load(insider, content) == [None], "a shard that fetches a replica"
@@ -255,7 +256,7 @@ def test_the_secret_of_the_actors_reads_for_every_tenant_and_names_no_spec(world
 @pytest.mark.parametrize("unsendable", ["secret\n", "se\0cret", "sécret", "\ud800secret"])
 def test_a_token_that_cannot_be_sent_is_a_credential_error_that_keeps_it_secret(unsendable: str) -> None:
     with pytest.raises(CredentialError) as error:
-        GrpcPages(f"{HOST}:7070", unsendable)
+        GrpcPages(f"{HOST}:7070", Credentials(unsendable))
     assert "cret" not in str(error.value)
 
 
@@ -295,14 +296,14 @@ def listening(answer: bytes | None) -> Iterator[str]:
 )
 def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: bytes | None) -> None:
     with listening(answer) as address:
-        transport = GrpcPages(address, None)
+        transport = GrpcPages(address)
         for call in every_call(transport, unserved(1, 1, 8), deadline=lambda: Deadline.after_ms(100)):
             with pytest.raises(Unavailable) as trouble:
                 call()
             assert trouble.value.miss.reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)
             assert address in str(trouble.value), "a person can tell which address is meant"
         transport.close()
-        connection = Connection(address, None)
+        connection = Connection(address)
         with pytest.raises(Unreachable, match=f"no server answers at {address}"):
             connection.wait_ready(Deadline.after_ms(100))
         connection.close()
@@ -310,7 +311,7 @@ def test_something_else_that_listens_there_is_trouble_by_the_deadline(answer: by
 
 def test_a_server_that_is_slow_to_shake_hands_is_waited_for() -> None:
     with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as pool:
-        transport = GrpcPages(f"{HOST}:{server.getsockname()[1]}", None)
+        transport = GrpcPages(f"{HOST}:{server.getsockname()[1]}")
         asked = pool.submit(transport.flush, soon())
         peer, _ = server.accept()
         with peer:
@@ -341,9 +342,11 @@ def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
 
         return RpcHandler("unary_stream" if path == READ else "stream_stream", answer)
 
-    server = GrpcServer({path: handler(path) for path in streams}, Authenticator(None, SECRET), HOST, 0, threads=2)
+    server = GrpcServer(
+        {path: handler(path) for path in streams}, Authenticator(None, "", epoch_of=of_a_shard), HOST, 0, threads=2
+    )
     server.start()
-    transport = GrpcPages(server.address, None)
+    transport = GrpcPages(server.address)
     transport._connection.version = PROTOCOL_VERSION  # as after the first answer
     try:
         yield transport
@@ -410,7 +413,7 @@ def refusing(request: pytest.FixtureRequest) -> Iterator[tuple[GrpcPages, Refuse
 @pytest.fixture
 def silent() -> Iterator[tuple[GrpcPages, str]]:
     with listening(None) as address:
-        transport = GrpcPages(address, None)
+        transport = GrpcPages(address)
         yield transport, address
         transport.close()
 

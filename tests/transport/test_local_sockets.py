@@ -24,6 +24,7 @@ from kvcluster.testing.conformance.content import Content, ContentSink, ContentS
 from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.local_sockets import LocalListener, connect, machine, open_directory
 from kvcluster.transport.process_location import SOCKET_DIR, locate, locate_server
 from kvcluster.transport.shm_pages import ShmPages
@@ -321,7 +322,7 @@ def load_twice(address: str, epoch: int, in_pod: bool) -> None:
     """Loads as another user with the tenant's token and with a stranger's."""
     become(USER, GROUP, in_pod=in_pod)
     for given in (token(ONE), "of a stranger"):
-        path, content = ShmPages(address, given), mine(epoch)
+        path, content = ShmPages(address, Credentials(given)), mine(epoch)
         request = content.read_request()
         sink = ContentSink(content, request)
         try:
@@ -339,7 +340,7 @@ def store_half(address: str, epoch: int, in_pod: bool) -> None:
     stop_myself_before_chunk(4)
     content = mine(epoch)
     request = content.write_request()
-    ShmPages(address, token(ONE)).write(request, ContentSource(content, request), soon())
+    ShmPages(address, Credentials(token(ONE))).write(request, ContentSource(content, request), soon())
 
 
 def somebody(world: World, sockets: Path, function: Callable[..., None], *, in_pod: bool) -> OtherUser:

@@ -38,6 +38,7 @@ from kvcluster.testing.conformance.content import (
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.shm_pages import ShmPages, load_streams
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, socket_frames
@@ -169,7 +170,7 @@ def test_an_answer_about_more_pages_than_a_frame_holds_is_a_limit_error(
 
 def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
     for wrong in ("", "of another user", token(ONE)[:-1]):
-        stranger = ShmPages(world.served.address, wrong)  # type: ignore[attr-defined]
+        stranger = ShmPages(world.served.address, Credentials(wrong))  # type: ignore[attr-defined]
         with pytest.raises(CredentialError):
             stranger.connect(soon())
         stranger.close()
@@ -194,7 +195,7 @@ def in_a_child(function: str, *arguments: object) -> str:
 def connect_as_another_user(address: str) -> None:
     os.setuid(65_534)  # which takes root, as network namespaces do
     try:
-        ShmPages(address, token(ONE)).connect(soon())
+        ShmPages(address, Credentials(token(ONE))).connect(soon())
     except Unavailable as trouble:
         print(trouble.miss.reason.value, trouble)
     # One that does not ask whose the shard is, and sends its token:
@@ -214,7 +215,7 @@ def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
 
 
 def test_if_no_process_listens_the_reason_says_what_that_may_mean() -> None:
-    unused = ShmPages("@kvcluster-unused", None)
+    unused = ShmPages("@kvcluster-unused", ANONYMOUS)
     with pytest.raises(Unavailable, match="on another host or in another network namespace") as trouble:
         unused.connect(soon())
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
@@ -223,7 +224,7 @@ def test_if_no_process_listens_the_reason_says_what_that_may_mean() -> None:
 def test_a_platform_without_such_sockets_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(socket, "SO_PEERCRED")
     with pytest.raises(Unavailable, match="this platform"):
-        ShmPages("@kvcluster-unused", None).connect(soon())
+        ShmPages("@kvcluster-unused", ANONYMOUS).connect(soon())
 
 
 def test_an_arena_that_is_no_memory_file_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +281,7 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[ShmPages]:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        way = ShmPages(f"@{name}", None)
+        way = ShmPages(f"@{name}", ANONYMOUS)
         try:
             yield way
         finally:

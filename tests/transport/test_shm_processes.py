@@ -23,6 +23,7 @@ from kvcluster.testing.conformance.content import Content, ContentSink, ContentS
 from kvcluster.testing.conformance.wire import unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.shm_pages import ShmPages
 from tests.transport.peers import token
 from tests.transport.shm_served import Served
@@ -109,7 +110,10 @@ def store_and_stop(address: str, epoch: int) -> None:
     content = mine(epoch)
     request = content.write_request()
     try:
-        print(ShmPages(address, token(ONE)).write(request, ContentSource(content, request), soon()), flush=True)
+        print(
+            ShmPages(address, Credentials(token(ONE))).write(request, ContentSource(content, request), soon()),
+            flush=True,
+        )
     except Unavailable as trouble:
         print(trouble.miss.reason.value, flush=True)
 
@@ -164,7 +168,7 @@ def store_and_fork(address: str, epoch: int) -> None:
             os.waitpid(child, 0)
 
     source = ContentSource(content, request, fork)
-    ShmPages(address, token(ONE)).write(request, source, soon())
+    ShmPages(address, Credentials(token(ONE))).write(request, source, soon())
 
 
 def test_a_child_that_inherits_the_connection_of_a_killed_writer_keeps_no_page(world: World) -> None:
@@ -182,7 +186,7 @@ def test_a_child_that_inherits_the_connection_of_a_killed_writer_keeps_no_page(w
 def fork_within_exchanges(address: str, epoch: int) -> None:
     """A child tries to use what its parent has open, ends what its parent has begun, and closes all of it."""
     content = mine(epoch)
-    way = ShmPages(address, token(ONE))
+    way = ShmPages(address, Credentials(token(ONE)))
 
     def loaded() -> str:
         request = content.read_request()
@@ -244,7 +248,7 @@ def load_and_stop(address: str, epoch: int) -> None:
 
     sink.receive = receive_later  # type: ignore[method-assign, assignment]
     try:
-        list(ShmPages(address, token(ONE)).read(request, sink, soon()))
+        list(ShmPages(address, Credentials(token(ONE))).read(request, sink, soon()))
         print("loaded", flush=True)
     except Unavailable as trouble:
         print(trouble.miss.reason.value, flush=True)

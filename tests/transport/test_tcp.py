@@ -30,6 +30,7 @@ from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, u
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.in_process_transport import MemoryTransport
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire import shard, socket_frames
@@ -59,7 +60,7 @@ class Served:
         self.address = self._server.address
 
     def open(self, tenant: Tenant) -> SplitTransport:
-        return SplitTransport(MemoryTransport(self._host, tenant), TcpPages(self.address, token(tenant)))
+        return SplitTransport(MemoryTransport(self._host, tenant), TcpPages(self.address, Credentials(token(tenant))))
 
     def close(self) -> None:
         self._server.close()
@@ -196,7 +197,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 
 def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
     for wrong in ("", "of another cluster", token(ONE)[:-1]):
-        path = TcpPages(world.served.address, wrong)
+        path = TcpPages(world.served.address, Credentials(wrong))
         with pytest.raises(CredentialError):
             path.connect(soon())
         path.close()
@@ -291,7 +292,7 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[str]:
 
 def use(address: str, deadline: Deadline) -> None:
     """Connects, and loads and stores something."""
-    path, content = TcpPages(address, "x"), unserved(1, 1, 8)
+    path, content = TcpPages(address, Credentials("x")), unserved(1, 1, 8)
     request, writing = content.read_request(), content.write_request()
     errors: list[KVClusterError] = []
     for call in (
@@ -338,7 +339,7 @@ def piece(item: int, layer: int, layers: int = 1) -> bytes:
 def client_of(answer: bytes) -> Iterator[TcpPages]:
     """A client of a server that greets it and answers whatever it asks with these bytes."""
     with answering(lambda peer: peer.sendall(WELCOME + answer)) as address:
-        path = TcpPages(address, None)
+        path = TcpPages(address, ANONYMOUS)
         yield path
         path.close()
 
@@ -390,7 +391,7 @@ def refusing() -> Iterator[tuple[TcpPages, Refused]]:
 @pytest.fixture
 def silent() -> Iterator[tuple[TcpPages, str]]:
     with answering(lambda peer: None) as address:
-        path = TcpPages(address, None)
+        path = TcpPages(address, ANONYMOUS)
         yield path, address
         path.close()
 

@@ -44,6 +44,8 @@ from kvcluster.core.messages import (
     GetPins,
     GetStatus,
     Inventory,
+    IssueCredential,
+    IssuedCredential,
     LeaveReason,
     Link,
     ListeningPort,
@@ -113,6 +115,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
+from kvcluster.core.messages.reports import PROOF_BYTES
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard.disk_recovery import RecoveredPage
 from kvcluster.core.spec import KVSpec
@@ -149,7 +152,7 @@ keys = st.builds(PageKey, hash=hashes, group=group_numbers, part=parts)
 misses = st.builds(Miss, reason=st.sampled_from(MissReason), detail=words)
 refusals = st.builds(Refused, kind=st.sampled_from(RefusedKind), detail=words)
 dones = st.builds(Done, ok=st.booleans())
-addresses = st.builds(ShardAddress, shard=words, epoch=epochs, address=words, host=words)
+addresses = st.builds(ShardAddress, shard=words, epoch=epochs, address=words, host=words, server_name=words)
 
 
 @st.composite
@@ -518,6 +521,15 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Probe": _request(st.builds(Probe, number=quantities)),
     "SetPolicy": _request(st.builds(SetPolicy, settings=settings)),
     "GetStatus": _request(st.builds(GetStatus)),
+    "IssueCredential": _request(
+        st.builds(
+            IssueCredential,
+            epoch=epochs,
+            proof=st.binary(min_size=PROOF_BYTES, max_size=PROOF_BYTES),
+            generation=quantities,
+            audience=epochs,
+        )
+    ),
     "Report": _request(
         st.builds(
             Report,
@@ -646,6 +658,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         shards=st.lists(st.builds(ShardFindings, shard=words, findings=findings), max_size=2).map(tuple),
         silent=st.lists(words, max_size=3).map(tuple),
     ),
+    "IssueCredential": st.builds(IssuedCredential, token=words, valid_ns=quantities),
     "Report": acks,
     "Inventory": acks,
     "Ping": st.just(Done()),

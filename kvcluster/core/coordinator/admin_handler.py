@@ -45,7 +45,6 @@ from kvcluster.core.messages import (
     ScheduleSeen,
     SetPolicy,
     SetWeights,
-    ShardAddress,
     ShardStatus,
     Status,
     Tombstone,
@@ -138,7 +137,7 @@ class AdminHandler:
     def probe(self, request: Request[Probe], now: int) -> list[Effect]:
         state = self._state
         infos = [member.info for member in state.members.all()]
-        members = [(ShardAddress(one.shard, one.epoch, one.address, one.host), one.protocol) for one in infos]
+        members = [(one.at, one.protocol) for one in infos]
         probed = state.probes.ask(request.question.number, state.epoch, members, now)
         return [Answer(request.call, _NO_SUCH_RUN if probed is None else probed)]
 

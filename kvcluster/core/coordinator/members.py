@@ -151,7 +151,7 @@ class Membership:
         """Adds a new incarnation, or the present one when it starts its inventory again. Gives it a new slot in either
         case."""
         self.drop(info.shard)
-        address = ShardAddress(info.shard, info.epoch, info.address, info.host)
+        address = info.at
         orders = OrderStream(self._order_numbers)
         member = Member(info, self._book.open_slot(address), address, self._queue, orders)
         member.seen_at = now

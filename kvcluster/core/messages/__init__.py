@@ -12,6 +12,7 @@ asserts, and decides.
                             SyncTables                                                sequences_and_spans.py
                             Probe                                                     orders.py
     shard  -> coordinator   Report, Inventory                                         reports.py
+    shard  -> process of the coordinator   IssueCredential                            reports.py
     coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
@@ -137,6 +138,8 @@ from kvcluster.core.messages.orders import (
 )
 from kvcluster.core.messages.reports import (
     Inventory,
+    IssueCredential,
+    IssuedCredential,
     LeaveReason,
     PageEvent,
     ProcessInfo,

@@ -33,12 +33,14 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class ShardAddress:
-    """The address of one incarnation of a shard."""
+    """The address of one incarnation of a shard. `host`: where it runs (core/placement.py). `server_name`: what its
+    certificate is verified for, "" for the host of the address."""
 
     shard: ShardId
     epoch: Epoch
     address: str
     host: str = ""
+    server_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

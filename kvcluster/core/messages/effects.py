@@ -28,7 +28,7 @@ from kvcluster.core.messages.coordinator import (
     StoreGrant,
 )
 from kvcluster.core.messages.orders import Probed, TryPeers
-from kvcluster.core.messages.reports import Inventory, Publish, Report, ReportAck, Tombstone
+from kvcluster.core.messages.reports import Inventory, IssuedCredential, Publish, Report, ReportAck, Tombstone
 from kvcluster.core.messages.sequences_and_spans import SpanGrant, SpansPending, TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
 from kvcluster.core.miss import Miss
@@ -160,6 +160,7 @@ Reply = (
     | SpanGrant
     | SpansPending
     | ReportAck
+    | IssuedCredential
     | TablesSynced
     | PagesSaved
     | Done

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import PageKey
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.messages.common import ShardAddress
 from kvcluster.core.messages.orders import NO_ORDERS, Findings, Order, OrderProgress, ProbeOrder
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
@@ -111,7 +112,7 @@ class ShardInfo:
     `trouble`: what its operator should know, such as why it runs without its disk tier. `node`: the machine that it
     runs on; `release` and `config_hash`: of its process. `protocol`: the newest version of the protocol that it speaks,
     0 from a shard of a version before 3. `stopping`: it saves its pages and ends soon, so that nothing new should be
-    placed on it.
+    placed on it. `server_name`: as in ShardAddress.
     """
 
     shard: ShardId
@@ -132,11 +133,23 @@ class ShardInfo:
     config_hash: str = ""
     protocol: int = 0
     stopping: bool = False
+    server_name: str = ""
+
+    @property
+    def at(self) -> ShardAddress:
+        """Where this incarnation is reached."""
+        return ShardAddress(self.shard, self.epoch, self.address, self.host, self.server_name)
 
     def without_use(self) -> ShardInfo:
         """Returns what every tenant may know: how large it is and where, and not what others have stored."""
         known = (self.shard, self.epoch, self.address, self.host, self.capacity_bytes)
-        return ShardInfo(*known, 0, 0, 0, node=self.node, release=self.release, protocol=self.protocol)
+        return ShardInfo(
+            *(*known, 0, 0, 0),
+            node=self.node,
+            release=self.release,
+            protocol=self.protocol,
+            server_name=self.server_name,
+        )
 
     def use(self, tier: Tier) -> TierUse:
         """Returns the use of that tier; of zero size if the shard does not have it."""
@@ -204,6 +217,34 @@ class Inventory:
     pages: tuple[PageEvent, ...]
     specs: tuple[tuple[Tenant, KVSpec], ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
+
+
+PROOF_BYTES = 32
+TO_COORDINATOR = Epoch(0)
+"""As the audience of a credential."""
+
+
+@dataclass(frozen=True, slots=True)
+class IssueCredential:
+    """Asks the coordinator's process for a credential of this incarnation of a shard; no core sees it. Answered by
+    IssuedCredential.
+
+    `proof`: PROOF_BYTES random bytes that the incarnation has made once. `generation`: how often it has been issued a
+    credential for the coordinator, with this one. `audience`: the incarnation of the shard that is to accept the
+    credential, or TO_COORDINATOR."""
+
+    epoch: Epoch
+    proof: bytes
+    generation: int
+    audience: Epoch = TO_COORDINATOR
+
+
+@dataclass(frozen=True, slots=True)
+class IssuedCredential:
+    """A token that its audience accepts for `valid_ns`."""
+
+    token: str
+    valid_ns: int
 
 
 class LeaveReason(Enum):

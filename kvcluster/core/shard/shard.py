@@ -89,12 +89,13 @@ class Shard:
         membership_ttl_ms: int,
         address: str,
         host: str,
+        server_name: str = "",
         process: ProcessInfo | None = None,
         found: Mapping[Tier, RecoveredPages] | None = None,
     ) -> None:
         """`found`: what recovery found in the store of each configured tier that has one."""
         found = found or {}
-        self._address, self._host = address, host
+        self._address, self._host, self._server_name = address, host, server_name
         self.offers = Offers(epoch)
         """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
         self._process = process or ProcessInfo()
@@ -343,6 +344,7 @@ class Shard:
             **self._process._asdict(),
             protocol=PROTOCOL_VERSION,
             stopping=self.state.stopping,
+            server_name=self._server_name,
         )
 
 

@@ -89,7 +89,7 @@ class PrefixLocator:
     def __init__(self, settings: RouterSettings, log: Callable[[str], object]) -> None:
         self._settings = settings
         self._log = log
-        self._connection = Connection(settings.address, settings.token)
+        self._connection = Connection(settings.address, settings.credentials)
         self._control = CoordinatorClient(GrpcPort(self._connection))
         self._tokens = PromptTokenizer(settings.tokenizer, log)
         self._patience_s = settings.patience_ms / 1e3

@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvcluster.client.credential import read_token
+from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 from kvcluster.observe.trace_file import MODES
-from kvcluster.transport.rpc import check_address
+from kvcluster.transport.addresses import check_address
+from kvcluster.transport.credentials import CONNECTION, Credentials, client_credentials
 
 if TYPE_CHECKING:
     from ray.serve.config import RequestRouterConfig
@@ -30,7 +32,8 @@ class RouterSettings:
     """`mode`: "on" prefers replicas; "observe" locates prefixes and counts where requests would have been routed, and
     prefers none; "off" asks nothing. `address`: the coordinator's "host:port". `model`: the model's name in the
     namespace. `tokenizer`: the folder or name of the model's tokenizer; without it only prompts given as token ids are
-    located. `token_file`: a file that holds the credential. `weights`: the beginning of the weights id, if the cluster
+    located. `token_file`: a file that holds the credential. `encryption`, `ca_file`, `cert_file`, `key_file`,
+    `server_name`: as in ClientConfig. `weights`: the beginning of the weights id, if the cluster
     has several for the model; "" takes those with the most cached blocks. `adapter`: content hash of a LoRA that all
     requests use; "" for none.
 
@@ -45,6 +48,11 @@ class RouterSettings:
     model: str = ""
     tokenizer: str = ""
     token_file: str = ""
+    encryption: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
     weights: str = ""
     adapter: str = ""
     patience_ms: int = 4
@@ -57,6 +65,13 @@ class RouterSettings:
     def token(self) -> str | None:
         """The credential. Raises ConfigError if its file cannot be read."""
         return read_token(self.token_file)
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the router shows to the coordinator. Raises ConfigError if a file cannot be used, or if it is open
+        whether to encrypt."""
+        client = ClientConfig(**{name: getattr(self, name) for name in CONNECTION})
+        return client_credentials(self.address, self.token, client)
 
 
 def parse_settings(given: Mapping[str, Any]) -> RouterSettings:

@@ -17,7 +17,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
 from kvcluster.observe.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.transfers.deadlines import OTHER_MS
-from kvcluster.transport.rpc import check_address
+from kvcluster.transport.addresses import check_address
 
 _WHERE = "--hicache-storage-backend-extra-config"
 

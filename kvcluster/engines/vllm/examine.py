@@ -29,6 +29,7 @@ from kvcluster.engines.texts import error_text
 from kvcluster.engines.vllm.registration import planned_kv, spec_of
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.transport.credentials import CONNECTION
 
 SERVED, REFUSED, UNKNOWN, UNUSED = "served", "refused", "unknown", "not used"
 
@@ -57,7 +58,8 @@ def examine(
         chosen = settings.parse_settings(given.get("kv_connector_extra_config") or {})
     except ConfigError as error:
         return found | {"refused": [str(error)]}
-    found["settings"] = {"mode": chosen.mode, "address": chosen.address, "token_file": chosen.token_file}
+    named = ("mode", "address", "token_file", *CONNECTION)
+    found["settings"] = {name: getattr(chosen, name) for name in named}
     found["settings"]["trace_dir"] = chosen.trace_dir
     if wrong := list(_wiring(given, chosen)):  # vLLM would make another connector, or none
         return found | {"refused": wrong}

@@ -39,6 +39,7 @@ from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.credentials import CONNECTION
 from kvcluster.transport.thread_start import start_thread
 
 Log = Callable[[str], object]
@@ -211,6 +212,7 @@ class Registration:
             transports=settings.transports,
             accept=settings.accept,
             socket_dir=settings.socket_dir,
+            **{name: getattr(settings, name) for name in CONNECTION},
             store_wait_ms=_STORE_WAIT_MS,
             store_niceness=_STORE_NICENESS,
         )

@@ -35,7 +35,8 @@ class ConnectorSettings:
     GPU, the GPU's memory through which each rank loads and stores, half of it for either; each rank also takes three
     quarters as much pinned memory. `share_across_devices`: KV is shared with engines on other GPUs, and by other
     attention backends, whose bits may differ. `report`: every answer contains in `kv_transfer_params` what was loaded
-    for it, and why no more. `transports`, `accept`, `socket_dir`: as in the client's own configuration.
+    for it, and why no more. `transports`, `accept`, `socket_dir`, `encryption`, `ca_file`,
+    `cert_file`, `key_file`, `server_name`: as in the client's own configuration.
     """
 
     mode: str = "on"
@@ -56,6 +57,11 @@ class ConnectorSettings:
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
     socket_dir: str = ""
+    encryption: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
     trace_dir: str = str(DEFAULT_FOLDER)
     trace_bytes: int = limits.TRACE_BYTES
 

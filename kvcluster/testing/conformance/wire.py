@@ -51,6 +51,7 @@ from kvcluster.testing.conformance.content import (
 )
 from kvcluster.testing.conformance.world import BOUND_S, ONE, World, soon
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.credentials import Credentials
 
 EVICTED = MissReason.EVICTED
 
@@ -64,7 +65,7 @@ class Wire:
     """A transport that is served at an address."""
 
     client: type[DataPath]
-    """Its client side, constructed with an address and a token; a class that another process can import."""
+    """Its client side, constructed with an address and Credentials; a class that another process can import."""
 
     address_form: str
     """The form of an address, as the error about a wrong one gives it."""
@@ -73,7 +74,7 @@ class Wire:
     """Returns the credential of a tenant that the world's server knows."""
 
     def open(self, address: str, token: str | None) -> DataPath:
-        return self.client(address, token)  # type: ignore[call-arg]
+        return self.client(address, Credentials(token))  # type: ignore[call-arg]
 
 
 def unserved(pages: int, layers: int, layer_bytes: int, *, epoch: int = 1) -> Content:
@@ -93,7 +94,7 @@ def store_half(client: type[DataPath], address: str, token: str, epoch: int) -> 
             threading.Event().wait(BOUND_S)
 
     source = ContentSource(content, request, wait_half_way)
-    client(address, token).write(request, source, soon())  # type: ignore[call-arg]
+    client(address, Credentials(token)).write(request, source, soon())  # type: ignore[call-arg]
 
 
 def address_of(world: World) -> str:

@@ -229,16 +229,18 @@ class NewPages(_message.Message):
     def __init__(self, key: _Optional[_Union[PageKeys, _Mapping]] = ..., parent: _Optional[_Union[HashTable, _Mapping]] = ..., depth: _Optional[_Iterable[int]] = ..., loss: _Optional[_Iterable[_Union[Loss, str]]] = ...) -> None: ...
 
 class ShardAddress(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host")
+    __slots__ = ("shard", "epoch", "address", "host", "server_name")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    SERVER_NAME_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
     host: str
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
+    server_name: str
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., server_name: _Optional[str] = ...) -> None: ...
 
 class Sources(_message.Message):
     __slots__ = ("place", "shard", "tier", "loss")

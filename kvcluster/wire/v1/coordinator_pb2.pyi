@@ -44,6 +44,26 @@ class PingRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class IssueCredentialRequest(_message.Message):
+    __slots__ = ("epoch", "proof", "generation", "audience")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    AUDIENCE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    proof: bytes
+    generation: int
+    audience: int
+    def __init__(self, epoch: _Optional[int] = ..., proof: _Optional[bytes] = ..., generation: _Optional[int] = ..., audience: _Optional[int] = ...) -> None: ...
+
+class IssuedCredential(_message.Message):
+    __slots__ = ("token", "valid_ns")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    VALID_NS_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    valid_ns: int
+    def __init__(self, token: _Optional[str] = ..., valid_ns: _Optional[int] = ...) -> None: ...
+
 class AttachRequest(_message.Message):
     __slots__ = ("protocol_version", "spec")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -247,7 +267,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorReply(_message.Message):
-    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced", "probed", "pins")
+    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced", "probed", "pins", "issued_credential")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +285,7 @@ class CoordinatorReply(_message.Message):
     TABLES_SYNCED_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
     PINS_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_CREDENTIAL_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: Attached
@@ -282,7 +303,8 @@ class CoordinatorReply(_message.Message):
     tables_synced: TablesSynced
     probed: Probed
     pins: Pins
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
+    issued_credential: IssuedCredential
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ..., issued_credential: _Optional[_Union[IssuedCredential, _Mapping]] = ...) -> None: ...
 
 class Probed(_message.Message):
     __slots__ = ("number", "running", "coordinator", "shards", "silent")
@@ -625,7 +647,7 @@ class CodecErrors(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., error: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "others", "trouble", "writing_bytes", "node", "release", "config_hash", "protocol", "stopping")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "others", "trouble", "writing_bytes", "node", "release", "config_hash", "protocol", "stopping", "server_name")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -644,6 +666,7 @@ class ShardInfo(_message.Message):
     CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     STOPPING_FIELD_NUMBER: _ClassVar[int]
+    SERVER_NAME_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
@@ -662,7 +685,8 @@ class ShardInfo(_message.Message):
     config_hash: str
     protocol: int
     stopping: bool
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., others: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., stopping: bool = ...) -> None: ...
+    server_name: str
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., others: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., stopping: bool = ..., server_name: _Optional[str] = ...) -> None: ...
 
 class TierUses(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes", "writing_bytes")

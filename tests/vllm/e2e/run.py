@@ -77,7 +77,7 @@ class House:
 
     def namespaces(self) -> list[KVSpec]:
         """What the cluster knows of."""
-        with closing(Connection(self.site.address, None)) as connection:
+        with closing(Connection(self.site.address)) as connection:
             return [spec for spec, _ in read_namespaces(GrpcPort(connection), 10_000)]
 
     @property

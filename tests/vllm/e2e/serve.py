@@ -102,7 +102,7 @@ class Serving:
 
     def blocks(self) -> int:
         """How many blocks the cluster holds; 0 while its coordinator is away."""
-        connection = Connection(self.coordinator, None)
+        connection = Connection(self.coordinator)
         try:
             return int(read_status(GrpcPort(connection), 2_000)["blocks"])
         except Unavailable:

@@ -257,7 +257,7 @@ def check(house: House, model: str) -> None:
 
 
 def _blocks(house: House) -> int:
-    with closing(Connection(house.site.address, None)) as connection:
+    with closing(Connection(house.site.address)) as connection:
         blocks: int = read_status(GrpcPort(connection), 10_000)["blocks"]
         return blocks
 

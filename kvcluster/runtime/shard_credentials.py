@@ -1,0 +1,126 @@
+"""Credentials of shards: short-lived, bound to an incarnation, and issued by the coordinator.
+
+A shard proves once in RENEW_S that it is one of the cluster: by its certificate or, in a cluster without certificates,
+by the cluster's secret, which is good for nothing else. Whoever asks first for the credential of an incarnation binds
+it to a proof, so that no other process gets one.
+
+    shard -> coordinator   IssueCredential   <- a token for its reports
+    shard -> coordinator   IssueCredential, for another shard   <- a token that this one accepts
+    shard -> that shard    the token: which incarnation shows it, and a digest by the proof of the one that accepts it
+
+So a shard verifies what it is shown without asking anybody, and can make up nothing that another accepts. The digest
+has the generation in it that the accepting shard named last, which takes those next to its own: a token for a shard
+ends one to three times RENEW_S after it was issued.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvcluster.core import limits
+from kvcluster.core.ids import Epoch
+from kvcluster.core.messages import IssueCredential, IssuedCredential, Refused, RefusedKind
+from kvcluster.core.messages.reports import PROOF_BYTES, TO_COORDINATOR
+
+VALID_S = 600.0
+RENEW_S = VALID_S / 2
+
+PREFIX = "shard."
+"""With which the tokens of shards begin. Those of `kvcluster token` have no dot."""
+
+_DIGITS = 20
+_TOKENS = 4
+"""Of an incarnation: one that got no answer asks again."""
+
+
+def token_for(proof: bytes, generation: int, epoch: Epoch) -> str:
+    """Returns the token that the incarnation `epoch` shows to the shard that has the proof."""
+    shown = b"kvcluster shard %d %d" % (epoch, generation)
+    return f"{PREFIX}{epoch}.{generation}.{hmac.new(proof, shown, hashlib.sha256).hexdigest()}"
+
+
+def epoch_in(token: str) -> Epoch | None:
+    """Returns the incarnation that a token claims to be of; None if it is no token of a shard."""
+    epoch, dot, _ = token[len(PREFIX) :].partition(".")
+    claims = token.startswith(PREFIX) and dot and epoch.isascii() and epoch.isdecimal() and len(epoch) < _DIGITS
+    return Epoch(int(epoch)) if claims else None
+
+
+@dataclass(slots=True)
+class _Incarnation:
+    """What the coordinator knows of one. `tokens`: by digest, until when each holds."""
+
+    proof: bytes
+    generation: int = 0
+    tokens: dict[bytes, float] = field(default_factory=dict)
+
+
+class CredentialIssuer:
+    """The coordinator's part; thread-safe. It keeps limits.SHARD_CREDENTIALS incarnations, of which a further one takes
+    the place of that which has asked for nothing the longest."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: dict[Epoch, _Incarnation] = {}  # the last that asked is the last
+
+    def issue(self, question: IssueCredential) -> IssuedCredential | Refused:
+        """Answers a shard that has proven to be one of this cluster."""
+        with self._lock:
+            asks = self._known.pop(question.epoch, None) or _Incarnation(question.proof)
+            self._known[question.epoch] = asks
+            while len(self._known) > limits.SHARD_CREDENTIALS:
+                del self._known[next(iter(self._known))]
+            if not hmac.compare_digest(question.proof, asks.proof):
+                return Refused(RefusedKind.STALE, "another process has the credentials of this incarnation")
+            if question.audience != TO_COORDINATOR:
+                audience = self._known.get(question.audience)
+                if audience is None or not audience.tokens:
+                    return Refused(RefusedKind.STALE, "that incarnation has asked for no credential of its own yet")
+                token = token_for(audience.proof, audience.generation, question.epoch)
+                return IssuedCredential(token, int(RENEW_S * 1e9))
+            now = self._clock()
+            asks.tokens = {known: until for known, until in asks.tokens.items() if until > now}
+            while len(asks.tokens) >= _TOKENS:
+                del asks.tokens[next(iter(asks.tokens))]
+            token = f"{PREFIX}{question.epoch}.{secrets.token_urlsafe(32)}"
+            asks.tokens[_digest(token)], asks.generation = now + VALID_S, question.generation
+            return IssuedCredential(token, int(VALID_S * 1e9))
+
+    def epoch_of(self, token: str) -> Epoch | None:
+        """Returns the incarnation that this token was issued to; None if it is of none, or its time is over."""
+        epoch = epoch_in(token)
+        with self._lock:
+            known = self._known.get(epoch) if epoch is not None else None
+            until = known.tokens.get(_digest(token)) if known is not None else None
+        return epoch if until is not None and self._clock() < until else None
+
+
+class ShardProof:
+    """The part of a shard: its proof, and what others show to it. `generation` is set by one thread."""
+
+    def __init__(self) -> None:
+        self.proof = secrets.token_bytes(PROOF_BYTES)
+        self.generation = 0
+        """How often it has been issued a credential for the coordinator."""
+
+    def epoch_of(self, token: str) -> Epoch | None:
+        """Returns the incarnation that shows this token; None if it was not made for this shard, or its time is
+        over."""
+        epoch = epoch_in(token)
+        if epoch is None:
+            return None
+        near = range(max(0, self.generation - 1), self.generation + 2)
+        shown = token.encode()
+        fits = [hmac.compare_digest(shown, token_for(self.proof, number, epoch).encode()) for number in near]
+        return epoch if any(fits) else None
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()

@@ -1,0 +1,400 @@
+"""The certificates of a process: its own, and the authorities by which it verifies those of others.
+
+They are PEM files that are read again when they change, at most once in LOOK_S, so that certificates are renewed and
+authorities replaced while everything runs: handshakes that follow use the new ones, and connections that are open go
+on. Files that cannot be used change nothing, as those of a pair that is being replaced: the last good ones hold.
+
+Each version is tried before it is used, by a handshake of the process with itself in memory. So a certificate that has
+expired, that none of the authorities has signed, or that does not belong to its key is found when it is read.
+
+DNS names and addresses of a certificate name the server. Its URIs say in which roles its bearer acts in a cluster:
+
+    kvcluster://CLUSTER/coordinator  /shard  /operator  /tenant/NAME
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import logging
+import os
+import select
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import Any, NamedTuple
+
+import grpc
+
+from kvcluster.config import TLS, SecurityConfig
+from kvcluster.core import limits
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
+from kvcluster.transport.base import Deadline, Unavailable
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+SCHEME = "kvcluster://"
+COORDINATOR, SHARD, OPERATOR = "coordinator", "shard", "operator"
+TENANT = "tenant/"
+
+_CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Of TLS 1.2; those of 1.3 are all as good."""
+
+_ROUNDS = 4
+"""More than a handshake of TLS 1.2 takes."""
+
+
+class CertificateNames(NamedTuple):
+    """What a certificate says of its bearer. `dns` and `addresses` name a server, `uris` its roles. `expires_s`: Unix
+    time. `fingerprint`: SHA-256 of the certificate in DER, hex."""
+
+    dns: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
+    uris: tuple[str, ...] = ()
+    expires_s: float = 0.0
+    fingerprint: str = ""
+
+    def has_role(self, cluster: str, role: str) -> bool:
+        return f"{SCHEME}{cluster}/{role}" in self.uris
+
+    def tenants(self, cluster: str) -> list[str]:
+        """Returns the tenants of a cluster as which its bearer may act."""
+        prefix = f"{SCHEME}{cluster}/{TENANT}"
+        return [uri[len(prefix) :] for uri in self.uris if uri.startswith(prefix)]
+
+    def name_for(self, host: str) -> str:
+        """Returns the name by which those who connect to `host` verify this server: "" if the certificate has the host
+        itself, and its first name otherwise."""
+        if host in self.dns or host.strip("[]") in self.addresses:
+            return ""
+        return next((name for name in self.dns if not name.startswith("*")), "")
+
+
+class CertificateFiles(NamedTuple):
+    """The paths of PEM files: authorities, and a certificate with its key, "" for none."""
+
+    ca: str
+    cert: str = ""
+    key: str = ""
+
+
+class LoadedCertificates:
+    """One version of the files, ready for handshakes. Raises ConfigError if they cannot be used.
+
+    `number` counts the versions of a process. `own`: the names of the certificate, None without one."""
+
+    def __init__(self, files: CertificateFiles, number: int, *, client_certificates: bool) -> None:
+        self.number = number
+        self.ca = _read(files.ca, "the authorities' file")
+        self.cert = _read(files.cert, "the certificate") if files.cert else None
+        self.key = _read_key(files.key) if files.key else None
+        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+        self.server: ssl.SSLContext | None = None
+        self.own: CertificateNames | None = None
+        if files.cert:
+            self.server = _context(ssl.PROTOCOL_TLS_SERVER, files)
+            self.server.num_tickets = 0  # each would make an idle connection of a client readable
+            self.server.verify_mode = ssl.CERT_REQUIRED if client_certificates else ssl.CERT_NONE
+            self.own = _try(self.server, files)
+
+
+class Certificates:
+    """The certificates in some files; thread-safe. `client_certificates`: servers of this process ask those who connect
+    for one. Raises ConfigError if the files cannot be used now."""
+
+    def __init__(
+        self,
+        files: CertificateFiles,
+        *,
+        client_certificates: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.files = files
+        self.client_certificates = client_certificates
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._why = ""
+        self._seen = self._state()
+        self._next_look = clock() + LOOK_S
+        self._loaded = LoadedCertificates(files, 1, client_certificates=client_certificates)
+
+    def now(self) -> LoadedCertificates:
+        """Returns the certificates that are valid now."""
+        if self._clock() >= self._next_look and self._lock.acquire(blocking=False):
+            try:
+                self._next_look = self._clock() + LOOK_S
+                self._look()
+            finally:
+                self._lock.release()
+        return self._loaded
+
+    def trouble(self) -> str:
+        """Returns why the newest version of the files is not in use, as it could not be used; "" if it is."""
+        self.now()
+        return f"{self._why}. The certificates that were read before stay in use" if self._why else ""
+
+    def channel(self) -> grpc.ChannelCredentials:
+        """Returns what gRPC needs to connect to a server, with this process's certificate if it has one."""
+        loaded = self.now()
+        return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
+
+    def server(self, *, client_certificates: bool) -> grpc.ServerCredentials:
+        """Returns what gRPC needs to listen. It asks for the newest certificate at each handshake."""
+        used = -1
+
+        def newest() -> Any:
+            nonlocal used
+            loaded = self.now()
+            if loaded.number == used:
+                return None
+            used = loaded.number
+            return _for_grpc(loaded)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _for_grpc(self.now()), newest, require_client_authentication=client_certificates
+        )
+
+    def _state(self) -> object:
+        return tuple(_state_of(path) for path in self.files if path)
+
+    def _look(self) -> None:
+        """Reads the files if one of them is another than at the last look. Files that do not fit together are read
+        again at the next: whoever replaces them may be between two of them."""
+        state = self._state()
+        if state == self._seen:
+            return
+        try:
+            loaded = LoadedCertificates(
+                self.files, self._loaded.number + 1, client_certificates=self.client_certificates
+            )
+        except ConfigError as error:
+            if self._why != str(error):
+                log.error("%s. The certificates that were read before stay in use", error)
+            self._why = str(error)
+            return
+        if state != self._state():  # replaced meanwhile
+            return
+        self._seen, self._loaded, self._why = state, loaded, ""
+        log.info("the certificates were read again: %s", self.files.cert or self.files.ca)
+
+
+def own_certificates(security: SecurityConfig) -> Certificates | None:
+    """Returns the certificates of a server with these settings; None if it serves in the clear. Raises ConfigError."""
+    if security.encryption != TLS:
+        return None
+    files = CertificateFiles(security.ca_file, security.cert_file, security.key_file)
+    return Certificates(files, client_certificates=security.client_certificates)
+
+
+def _for_grpc(loaded: LoadedCertificates) -> Any:
+    assert loaded.key is not None and loaded.cert is not None, "a server has a certificate"
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], root_certificates=loaded.ca)
+
+
+def names_of(certificate: dict[str, Any], der: bytes) -> CertificateNames:
+    """Returns the names of a verified certificate, from what `ssl.SSLSocket.getpeercert` returns of it."""
+    names: dict[str, list[str]] = {}
+    for kind, name in certificate.get("subjectAltName", ()):
+        names.setdefault(kind, []).append(name)
+    expires_s = ssl.cert_time_to_seconds(certificate["notAfter"]) if "notAfter" in certificate else 0.0
+    addresses = []
+    for address in names.get("IP Address", ()):
+        with suppress(ValueError):
+            addresses.append(str(ipaddress.ip_address(address.strip())))
+    return CertificateNames(
+        tuple(names.get("DNS", ())),
+        tuple(addresses),
+        tuple(names.get("URI", ())),
+        float(expires_s),
+        hashlib.sha256(der).hexdigest(),
+    )
+
+
+def names_in_pem(uris: list[bytes], pem: bytes) -> CertificateNames:
+    """Returns the URIs and the fingerprint of a certificate that gRPC has verified."""
+    der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
+    return CertificateNames(uris=tuple(uri.decode() for uri in uris), fingerprint=hashlib.sha256(der).hexdigest())
+
+
+# ------------------------------------------------------------------------------------------------- handshakes
+
+
+def connect_tls(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> ssl.SSLSocket:
+    """Returns a TLS socket over a connected one, once the certificate of the other side has been verified: that it is
+    of one of the authorities, has this name or address, and is a shard's. Closes the socket and raises Unavailable if
+    it does not answer, CredentialError if its certificate is another's, ProtocolError if it speaks no TLS."""
+    wrapped, shown = _verified(connected, name, certificates, deadline)
+    if not any(uri.endswith(f"/{SHARD}") for uri in shown.uris):
+        wrapped.close()
+        raise CredentialError(f"the certificate of {name} is not a shard's: it lacks the URI {SCHEME}CLUSTER/{SHARD}")
+    return wrapped
+
+
+def check_server(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> None:
+    """Verifies what listens at the other end, and closes the socket. Raises as `connect_tls`, for one that is not a
+    coordinator."""
+    wrapped, shown = _verified(connected, name, certificates, deadline)
+    wrapped.close()
+    if not any(uri.endswith(f"/{COORDINATOR}") for uri in shown.uris):
+        raise CredentialError(
+            f"the certificate of {name} is not a coordinator's: it lacks the URI {SCHEME}CLUSTER/{COORDINATOR}"
+        )
+
+
+def speaks_tls(connected: socket.socket, deadline: Deadline) -> bool:
+    """Whether the other end answers as a server of TLS, whoever it is; closes the socket. It is sent nothing but the
+    first message of a handshake."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with closing(context.wrap_socket(connected, do_handshake_on_connect=False)) as wrapped:
+        try:
+            handshake(wrapped, "the server", deadline)
+        except KVClusterError:
+            return False
+        return True
+
+
+def _verified(
+    connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline
+) -> tuple[ssl.SSLSocket, CertificateNames]:
+    try:
+        wrapped = certificates.now().client.wrap_socket(connected, server_hostname=name, do_handshake_on_connect=False)
+    except OSError as error:
+        connected.close()
+        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{name}: {_reason(error)}")) from None
+    try:
+        handshake(wrapped, name, deadline)
+    except BaseException:
+        wrapped.close()
+        raise
+    return wrapped, certificate_of(wrapped) or CertificateNames()
+
+
+def accepting(connected: socket.socket, certificates: Certificates) -> ssl.SSLSocket:
+    """Returns a TLS socket over one that was accepted, before its handshake. Raises OSError if it has been closed."""
+    context = certificates.now().server
+    assert context is not None, "a server has a certificate"
+    return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+
+
+def certificate_of(connected: ssl.SSLSocket) -> CertificateNames | None:
+    """Returns the names of the certificate that the other side has shown; None if it has shown none."""
+    der = connected.getpeercert(binary_form=True)
+    return names_of(connected.getpeercert() or {}, der) if der else None
+
+
+def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
+    """Carries out the handshake, and leaves the socket non-blocking. Raises Unavailable, CredentialError if the other
+    side's certificate is not accepted, or ProtocolError if it speaks no TLS."""
+    connected.setblocking(False)
+    poll = select.poll()
+    poll.register(connected, 0)
+    while True:
+        try:
+            connected.do_handshake()
+            return
+        except ssl.SSLWantReadError:
+            poll.modify(connected, select.POLLIN)
+        except ssl.SSLWantWriteError:
+            poll.modify(connected, select.POLLOUT)
+        except ssl.SSLCertVerificationError as error:
+            raise CredentialError(f"the certificate of {peer} is refused: {_verify_reason(error)}") from None
+        except ssl.SSLError as error:
+            if "ALERT" in (error.reason or "").upper():
+                raise CredentialError(f"{peer} refuses this process's certificate: {_reason(error)}") from None
+            raise ProtocolError(f"{peer} makes no TLS connection: {_reason(error)}") from None
+        except OSError as error:
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{peer}: {_reason(error)}")) from None
+        if not poll.poll(int(deadline.remaining_s() * 1e3) + 1):
+            raise Unavailable(Miss(MissReason.DEADLINE, f"{peer}: no TLS handshake in time"))
+        deadline.check(peer)
+
+
+def _context(protocol: int, files: CertificateFiles) -> ssl.SSLContext:
+    """Returns a context that knows the authorities, and the own certificate if there is one. Raises ConfigError."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_CIPHERS)
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    try:
+        context.load_verify_locations(files.ca)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{files.ca} holds no certificates in PEM: {_reason(error)}") from None
+    if files.cert:
+        try:
+            context.load_cert_chain(files.cert, files.key, password="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{files.cert} and {files.key} are no certificate and its key, in PEM without a pass phrase: "
+                f"{_reason(error)}"
+            ) from None
+    return context
+
+
+def _try(server: ssl.SSLContext, files: CertificateFiles) -> CertificateNames:
+    """Returns the names of the own certificate, after a handshake in memory. Raises ConfigError if it fails. Names are
+    left to those who connect: here the chain, the dates and the key are compared."""
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+    client.check_hostname = False
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    try:
+        for _ in range(_ROUNDS):
+            for side in sides:
+                with suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"{files.cert} is refused by the authorities of {files.ca}: {_verify_reason(error)}"
+        ) from None
+    except ssl.SSLError as error:
+        raise ConfigError(f"{files.cert} serves no TLS handshake: {_reason(error)}") from None
+    return names_of(sides[0].getpeercert() or {}, sides[0].getpeercert(binary_form=True) or b"")
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """Returns an error of OpenSSL or of the system in words."""
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason.lower().replace("_", " ")
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _verify_reason(error: ssl.SSLCertVerificationError) -> str:
+    return str(error.verify_message).rstrip(".")
+
+
+def _state_of(path: str) -> object:
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as error:
+        return str(error)
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _read(path: str, what: str) -> bytes:
+    """Returns the content of a file of certificates. Raises ConfigError if it cannot be read or is too large."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            data = file.read(limits.CERTIFICATE_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {what} {path}: {_reason(error)}") from None
+    if len(data) > limits.CERTIFICATE_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {limits.CERTIFICATE_FILE_BYTES} bytes")
+    return data
+
+
+def _read_key(path: str) -> bytes:
+    """As `_read`, of a key, which other users may not read."""
+    data = _read(path, "the key")
+    if os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        raise ConfigError(f"every user of this machine can read or write the key {path}: `chmod o-rw {path}`")
+    return data
