@@ -45,6 +45,12 @@ _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
 _DNS_NAME = re.compile(rf"(?:\*\.{_LABEL}\.)?{_LABEL}(?:\.{_LABEL})*")
 _MOST_DNS_CHARS = 253
 
+_DAMAGED = (
+    *(ValueError, TypeError, KeyError),
+    *(x509.InvalidVersion, x509.DuplicateExtension, x509.UnsupportedGeneralNameType),
+)
+"""What releases 42 to 50 of the library raise where bytes of real certificates were changed at random."""
+
 _Extension = TypeVar("_Extension", bound=x509.ExtensionType)
 
 
@@ -151,7 +157,9 @@ def issue(authority: CertAuthority, subject: CertSubject, *, days: int, now: dat
     key = ec.generate_private_key(ec.SECP256R1())
     common = " ".join(dict.fromkeys(role.partition("/")[0] for role in subject.roles))
     begin = max(now - _BACKDATED, authority.certificate.not_valid_before_utc)
-    issuer_key = x509.SubjectKeyIdentifier.from_public_key(authority.key.public_key())
+    issuer_key = _extension(
+        authority.certificate, x509.SubjectKeyIdentifier
+    ) or x509.SubjectKeyIdentifier.from_public_key(authority.key.public_key())
     builder = (
         _builder(_name(authority.cluster, common), authority.certificate.subject, key, begin, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -214,8 +222,10 @@ def read_certificates(data: bytes, name: str) -> list[x509.Certificate]:
         found = x509.load_pem_x509_certificates(data)
         for each in found:
             _ = each.extensions, each.subject, each.issuer  # these are parsed when they are first asked for
-    except (ValueError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
-        raise ConfigError(f"{name} is no certificate in PEM: {error}") from None
+    except _DAMAGED:
+        raise ConfigError(
+            f"{name} is no certificate in PEM, or a damaged one: its first line should be '-----BEGIN CERTIFICATE-----'"
+        ) from None
     return found
 
 
@@ -307,7 +317,10 @@ def _read_key(data: bytes, name: str) -> Any:
 
 
 def _is_key_of(key: Any, certificate: x509.Certificate) -> bool:
-    return _key_bytes(key.public_key()) == _key_bytes(certificate.public_key())
+    try:
+        return _key_bytes(key.public_key()) == _key_bytes(certificate.public_key())
+    except (ValueError, UnsupportedAlgorithm):  # the certificate's, of a kind or curve that is not known
+        return False
 
 
 def _key_bytes(key: CertificatePublicKeyTypes) -> bytes:
@@ -339,19 +352,22 @@ def _why_not_verified(chain: Sequence[x509.Certificate], trusted: Iterable[x509.
         if not each.not_valid_before_utc <= now <= each.not_valid_after_utc:
             which = "it is" if not at else "a certificate between it and the CA is"
             return f"{which} not valid at this time"
-        issuers = [ca for ca in trusted if ca == each or _signed_by(each, ca)]
+        issuers = [ca for ca in trusted if ca == each or _signed_by(each, ca, at)]
         if any(ca.not_valid_before_utc <= now <= ca.not_valid_after_utc for ca in issuers):
             return ""
         if issuers:
             return "the CA itself is not valid at this time"
-        if not any(_signed_by(each, above) for above in chain[at + 1 : at + 2]):
+        if not any(_signed_by(each, above, at) for above in chain[at + 1 : at + 2]):
             break
     return "another CA signed it"
 
 
-def _signed_by(certificate: x509.Certificate, ca: x509.Certificate) -> bool:
+def _signed_by(certificate: x509.Certificate, ca: x509.Certificate, below: int = 0) -> bool:
+    """Whether that CA signed the certificate, and may where so many CAs stand `below` it."""
     constraints = _extension(ca, x509.BasicConstraints)
     if constraints is None or not constraints.ca:
+        return False
+    if constraints.path_length is not None and constraints.path_length < below:
         return False
     try:
         certificate.verify_directly_issued_by(ca)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import os
@@ -13,15 +14,20 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta, timezone
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from hypothesis import given
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcluster.cli import certificates, certs
@@ -130,6 +136,32 @@ def test_both_sides_verify_one_another_and_read_roles_and_names(issued: Path, na
     assert server["issuer"] == client["issuer"]
 
 
+def test_grpc_verifies_both_sides_too_and_tells_the_roles_of_its_caller(issued: Path) -> None:
+    seen: list[Mapping[str, Sequence[bytes]]] = []
+
+    def served(request: bytes, call: grpc.ServicerContext) -> bytes:
+        seen.append(call.auth_context())
+        return request
+
+    assert certs_run("issue ca --role tenant --tenant team-a --to worker") == 0
+    ca, key, certificate, worker_key, worker = (
+        Path(name).read_bytes()
+        for name in ("ca/ca.crt", "node/tls.key", "node/tls.crt", "worker/tls.key", "worker/tls.crt")
+    )
+    server = grpc.server(ThreadPoolExecutor(1))
+    handler = grpc.unary_unary_rpc_method_handler(served)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Call": handler}),))
+    credentials = grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
+    server.start()
+    try:
+        with grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(ca, worker_key, worker)) as channel:
+            assert channel.unary_unary("/test/Call")(b"?", timeout=30) == b"?"
+    finally:
+        server.stop(None).wait()
+    assert seen[0]["peer_uri"] == [b"kvcluster://prod/tenant/team-a"]
+
+
 def test_a_wildcard_stands_for_one_label(here: Path) -> None:
     folder = made(here / "made", CertSubject(("shard",), ("*.shards.example",)))
     handshake(folder, folder, "a.shards.example")
@@ -207,6 +239,20 @@ def test_renewing_keeps_names_roles_and_modes_and_makes_a_new_key(issued: Path) 
     assert ssl.cert_time_to_seconds(renewed["notAfter"]) - NOW.timestamp() < 31 * 86_400
 
 
+def test_a_renewed_key_belongs_to_the_owner_of_the_one_before(issued: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when root renews what a server reads as another user; root alone can, so it is only asked for."""
+    real, given = certs._found, []
+
+    def found(opened: int, name: str) -> os.stat_result | None:
+        about = real(opened, name)
+        return about and os.stat_result((*about[:4], 12_345, 12_346, *about[6:]))
+
+    monkeypatch.setattr(certs, "_found", found)
+    monkeypatch.setattr(certs.os, "fchown", lambda *asked: given.append(asked[1:]))
+    assert certs_run("renew node --ca ca") == 0
+    assert given == [(12_345, 12_346)] * 2
+
+
 def test_a_reader_at_any_moment_of_a_renewal_sees_whole_files_and_the_key_first(
     issued: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +301,17 @@ def test_a_renewal_goes_on_after_one_that_was_cut_off(
     assert sorted(os.listdir(issued)) == ["ca.crt", "tls.crt", "tls.key"]
 
 
+def test_a_ca_that_cannot_be_written_leaves_no_folder(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(certs.os, "fsync", full)
+    assert "cannot write to ca: No space left on device" in refused("init ca", capsys)
+    assert os.listdir(here) == []
+
+
 # ---------------------------------------------------------------------------------------------- refusals
 
 
@@ -290,6 +347,13 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(
     assert sentence in refused(line, capsys)
     assert {path: path.read_bytes() for path in issued.parent.rglob("*") if path.is_file()} == before
     assert not Path("b").exists() or not os.listdir("b")
+
+
+def test_a_certificate_has_a_bounded_number_of_names() -> None:
+    names = [f"node-{number}" for number in range(101)]
+    assert len(certificates.subject_of(["shard"], None, names[1:]).names) == 100
+    with pytest.raises(ConfigError, match="101 names are more than the 100 of one certificate"):
+        certificates.subject_of(["shard"], None, names)
 
 
 def test_a_key_or_folder_that_others_may_use_is_refused(issued: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -404,6 +468,46 @@ def test_show_says_what_is_wrong_and_fails(issued: Path, capsys: pytest.CaptureF
     assert shown("node", capsys)["verified"] is None
 
 
+@pytest.mark.parametrize(("pathlen", "why"), [(None, None), (1, None), (0, "another CA signed it")])
+def test_show_goes_through_the_issuers_that_follow_as_handshakes_do(
+    here: Path, pathlen: int | None, why: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in files of cert-manager with the CA of an organisation."""
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(3)]
+    names = [x509.Name([x509.NameAttribute(x509.NameOID.ORGANIZATION_NAME, name)]) for name in ("root", "next", "leaf")]
+    chain = []
+    for at, issuer in ((0, 0), (1, 0), (2, 1)):
+        length = pathlen if not at else None
+        above = x509.AuthorityKeyIdentifier.from_issuer_public_key(keys[issuer].public_key())
+        builder = (
+            certificates._builder(names[at], names[issuer], keys[at], NOW - DAY, NOW + DAY)
+            .add_extension(x509.BasicConstraints(ca=at < 2, path_length=length), critical=True)
+            .add_extension(certificates._key_usage(ca=at < 2), critical=True)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(keys[at].public_key()), critical=False)
+            .add_extension(above, critical=False)
+        )
+        chain.append(certificates._pair(builder.sign(keys[issuer], hashes.SHA256()), keys[at]))
+    root, between, leaf = chain
+    folder = pair_in(here / "made", leaf._replace(certificate=leaf.certificate + between.certificate), root)
+    assert shown("made", capsys, 1 if why else 0)["why"] == why
+    with pytest.raises(ssl.SSLCertVerificationError, match="path length") if why else nullcontext():
+        handshake(folder, folder, "localhost")
+    shutil.copy(folder / "ca.crt", "ca.crt")
+    (here / "leaf.crt").write_bytes(leaf.certificate)
+    assert shown("leaf.crt", capsys, 1)["why"] == "another CA signed it"
+
+
+def test_a_ca_that_names_no_cluster_is_refused() -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "prod")])
+    constraints = x509.BasicConstraints(ca=True, path_length=None)
+    builder = certificates._builder(name, name, key, NOW - DAY, NOW + DAY).add_extension(constraints, critical=True)
+    made = certificates._pair(builder.sign(key, hashes.SHA256()), key)
+    with pytest.raises(ConfigError, match=r"ca\.crt does not name its cluster"):
+        read_authority(made.certificate, made.key)
+
+
 def test_show_says_that_a_certificate_has_ended(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(here / "old", CertSubject(("shard",), ("a",)), days=2, now=NOW - 3 * DAY)
     facts = shown("old", capsys, 1)
@@ -489,6 +593,24 @@ def test_bytes_that_are_no_certificate_are_a_sentence(data: bytes) -> None:
     for text in (data, begin + base64.b64encode(data) + end):
         with pytest.raises(ConfigError, match=r"tls\.crt is no certificate in PEM"):
             certificates.read_certificates(text, "tls.crt")
+
+
+LEAF = issue(AUTHORITY, CertSubject(("shard", "tenant/a"), ("a.example", "10.0.0.5")), days=1, now=NOW)
+DER = ssl.PEM_cert_to_DER_cert(LEAF.certificate.decode())
+
+
+@pytest.mark.filterwarnings("ignore")  # the library warns of serial numbers and versions that RFC 5280 forbids
+@settings(max_examples=500)
+@given(changes=st.dictionaries(st.integers(0, len(DER) - 1), st.integers(0, 255), min_size=1, max_size=3))
+def test_a_changed_certificate_is_shown_or_refused_and_never_renewed(changes: dict[int, int]) -> None:
+    damaged = bytes(changes.get(at, byte) for at, byte in enumerate(DER))
+    pem = ssl.DER_cert_to_PEM_cert(damaged).encode()
+    with suppress(ConfigError):
+        facts = certificates.certificate_facts(pem, CA.certificate, NOW)
+        assert facts["verified"] is (damaged == DER)
+    if damaged != DER:
+        with pytest.raises(ConfigError):
+            certificates.issued_subject(AUTHORITY, pem)
 
 
 # ------------------------------------------------------------------------------------------- the package
