@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import ssl
@@ -34,6 +35,7 @@ from kvcluster.cli import certificates, certs
 from kvcluster.cli.certificates import CertPair, CertSubject, checked_name, issue, new_authority, read_authority
 from kvcluster.cli.main import main
 from kvcluster.errors import ConfigError
+from tests.docs.snippets import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime.now(timezone.utc).replace(microsecond=0)
@@ -160,6 +162,16 @@ def test_grpc_verifies_both_sides_too_and_tells_the_roles_of_its_caller(issued: 
     finally:
         server.stop(None).wait()
     assert seen[0]["peer_uri"] == [b"kvcluster://prod/tenant/team-a"]
+
+
+def test_the_commands_of_the_page_make_hosts_that_verify_one_another(here: Path) -> None:
+    page = [
+        shlex.split(command, comments=True)[1:] for _, command in COMMANDS if command.startswith("kvcluster certs ")
+    ]
+    assert [words[1] for words in page] == ["init", "issue", "issue", "issue", "show", "renew"]
+    assert [main(words) for words in page] == [0] * len(page)
+    handshake(Path("head"), Path("team-a"), "10.0.0.5")
+    handshake(Path("node-1"), Path("head"), "node-1.example")
 
 
 def test_a_wildcard_stands_for_one_label(here: Path) -> None:
