@@ -39,7 +39,7 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvcluster/release.py)
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
-EXTRAS := cluster transformers ray-serve events bench test dev
+EXTRAS := cluster transformers ray-serve events certs bench test dev
 say = @printf '==> %s\n'
 
 .PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients fuzz-quick integrity alerts gpu chart pods image image-check compat mutants unordered sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm

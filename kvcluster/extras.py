@@ -16,6 +16,7 @@ EXTRAS = {
     "zmq": "events",
     "msgspec": "events",
     "matplotlib": "bench",
+    "cryptography": "certs",
 }
 """The extra of kvcluster that brings a package, by the name under which it is imported."""
 

@@ -23,7 +23,7 @@ from kvcluster.errors import CallerError, KVClusterError, SpecError
 from kvcluster.testing import MemoryCluster
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("ray", "torch", "zmq", "msgspec", "numpy", "rich", "transformers", "matplotlib")
+EXTRAS = ("ray", "torch", "zmq", "msgspec", "numpy", "rich", "transformers", "matplotlib", "cryptography")
 
 # ------------------------------------------------------------------------------- whatever is installed
 

@@ -11,6 +11,7 @@ from kvcluster.cli import (
     admin,
     bench,
     breakeven,
+    certs,
     cluster,
     completion,
     demo_command,
@@ -32,7 +33,7 @@ from kvcluster.transport.base import Unavailable
 _COMMANDS = (
     *(cluster, status, doctor, logs, explain, weights, events),
     *(admin, pin, policy),
-    *(demo_command, breakeven, report, bench, token, completion),
+    *(demo_command, breakeven, report, bench, token, certs, completion),
 )
 
 GROUPS = {
@@ -40,7 +41,7 @@ GROUPS = {
     "see what it does": ("status", "doctor", "logs", "lookup", "explain", "pins", "weights", "events"),
     "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
     "judge whether it helps": ("demo", "breakeven", "report", "bench"),
-    "set up": ("token", "completion"),
+    "set up": ("token", "certs", "completion"),
 }
 """The commands as the help lists them."""
 

@@ -192,6 +192,29 @@ def unreachable() -> dict[str, Any]:
     }
 
 
+CERTIFICATE: dict[str, Any] = {
+    "file": "/etc/kvcluster/tls/tls.crt",
+    "subject": "CN=coordinator shard,O=prod",
+    "issuer": "CN=kvcluster CA,O=prod",
+    "ca": False,
+    "roles": ["kvcluster://prod/coordinator", "kvcluster://prod/shard"],
+    "names": ["head.example", "*.shards.example", "10.0.0.5"],
+    "valid_from": "2026-05-01T09:55:00+00:00",
+    "valid_until": "2026-07-30T10:00:00+00:00",
+    "days_left": 61,
+    "valid_now": True,
+    "sha256": "3fa9c1" * 10 + "77e0",
+    "verified": True,
+    "why": None,
+}
+
+
+def ended_certificate() -> dict[str, Any]:
+    """One of a worker, which is still beside the ca.crt that verified it."""
+    worker = {"roles": ["kvcluster://prod/tenant/team-a"], "names": [], "days_left": -1, "valid_now": False}
+    return CERTIFICATE | worker | {"verified": False, "why": "it is not valid at this time"}
+
+
 LOOKUP = Lookup(1_024, 64, None, Miss(MissReason.EVICTED, "3 min ago"), Loss.Q8)
 NO_LOOKUP = Lookup(0, 0, None, Miss(MissReason.NAMESPACE, "weights, extra.engine"))
 

@@ -40,6 +40,8 @@ def offered(typed: str, folder: Path) -> set[str]:
         ("kvcluster status --port 7071 --js", {"--json"}),
         ("kvcluster policy s", {"set"}),
         ("kvcluster drain --deadline status --t", {"--timeout", "--token-from"}),
+        ("kvcluster certs i", {"init", "issue"}),
+        ("kvcluster certs issue ca --role s", {"shard"}),
         ("kvcluster nothing", set()),
     ],
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcluster.cli.certs import add_certificate
 from kvcluster.cli.command_parser import CommandParser
 from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.explain import add_explanation, add_lookup
@@ -41,6 +42,8 @@ SCREENS: dict[str, Callable[[TextPage], None]] = {
     "doctor where nothing listens": lambda page: add_diagnosis(page, screens.unreachable()),
     "lookup": lambda page: add_lookup(page, screens.LOOKUP, screens.SPEC, 1_604),
     "lookup that finds nothing": lambda page: add_lookup(page, screens.NO_LOOKUP, screens.SPEC, 1_604),
+    "a certificate": lambda page: add_certificate(page, screens.CERTIFICATE),
+    "a certificate that has ended": lambda page: add_certificate(page, screens.ended_certificate()),
     "explain": lambda page: add_explanation(page, screens.explained(), screens.SPEC, 1_604),
 }
 

@@ -139,7 +139,7 @@ def test_a_host_that_is_silent_has_its_time(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("command", [["status"], ["doctor"], ["weights"], ["explain", "--prompt-file", "-"]])
 def test_what_is_shown_needs_only_the_base_install(served: Served, client: Client, command: list[str]) -> None:
-    absent = ("rich", "ray", "torch", "transformers", "numpy", "zmq", "msgspec", "matplotlib")
+    absent = ("rich", "ray", "torch", "transformers", "numpy", "zmq", "msgspec", "matplotlib", "cryptography")
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({absent!r})); "
         "from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"

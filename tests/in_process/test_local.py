@@ -70,6 +70,7 @@ def test_it_has_the_calls_of_a_cluster_of_processes(cluster: LocalCluster) -> No
 WITHOUT = """
 import sys
 missing = ("ray", "torch", "numpy", "zmq", "msgspec", "rich", "transformers", "matplotlib", "prometheus_client")
+missing += ("cryptography",)
 sys.modules.update(dict.fromkeys(missing))
 import kvcluster
 spec = kvcluster.KVSpec.uniform(
