@@ -1,5 +1,4 @@
-"""`python -m benchmarks lookup | transfer | codec | tiers | attend | sequences`: reproducible measurements, run from
-the root of a checkout.
+"""`python -m benchmarks KIND`, one of _KINDS: reproducible measurements, run from the root of a checkout.
 
 Each prints the setting it ran in. Times are printed as ratios within one run, since machines differ and are noisy: the
 measured code and its baseline take turns, and their medians are compared. Each starts what it needs and stops it again;
@@ -182,6 +181,13 @@ def _sequences(options: argparse.Namespace) -> None:
     )
 
 
+def _encryption(options: argparse.Namespace) -> None:
+    with needs("ray", "torch", "cryptography"):
+        from benchmarks import encryption
+    rounds, blocks, calls = (5, 32, 200) if options.quick else (15, 128, 1_000)
+    _report(options, encryption, encryption.measure, rounds=options.rounds or rounds, blocks=blocks, calls=calls)
+
+
 def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[str, Any]], **given: Any) -> None:
     """Measures, and prints and draws the figures. `view` is a module with `lines`, and with `panels` for `--plot`."""
     file = getattr(options, "plot", None)
@@ -236,6 +242,14 @@ _KINDS = {
         "--quick --tokens 4096",
         quick="3 rounds over 1,024 tokens, prefill of 64",
         plots=True,
+    ),
+    "encryption": _Kind(
+        _encryption,
+        "measure what TLS costs loads, stores and control calls",
+        "Measures whole loads and stores over TCP, and control calls, of two clusters that run side by side, one of "
+        "which speaks TLS. Needs Ray, torch and cryptography.",
+        "--quick",
+        quick="5 rounds of 64 MiB, 200 calls",
     ),
     "sequences": _Kind(
         _sequences,

@@ -58,6 +58,10 @@ def _transfer(option: Callable[..., object]) -> None:
     )
 
 
+def _encryption(option: Callable[..., object]) -> None:
+    option("--rounds", type=positive, metavar="N", help="rounds of loads and stores (default 15)")
+
+
 def _codec(option: Callable[..., object]) -> None:
     option("--rounds", type=positive, metavar="N", help="rounds of each speed measurement (default 7)")
     option(
@@ -122,6 +126,7 @@ OPTIONS: Mapping[str, Callable[[Callable[..., object]], None]] = {
     "lookup": _lookup,
     "transfer": _transfer,
     "codec": _codec,
+    "encryption": _encryption,
     "tiers": _tiers,
     "attend": _attend,
     "sequences": _sequences,

@@ -35,6 +35,7 @@ from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_credentials import CredentialIssuer
 from kvcluster.transport.addresses import host_and_port
+from kvcluster.transport.certificates import COORDINATOR as ROLE
 from kvcluster.transport.certificates import own_certificates
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.wire.methods import COORDINATOR
@@ -67,7 +68,7 @@ class CoordinatorActor:
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
         self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process))
-        self._certificates = certificates = wait(lambda: own_certificates(config.security))
+        self._certificates = certificates = wait(lambda: own_certificates(config, ROLE))
         issuer = CredentialIssuer()
         self._auth = auth = authenticator(config, secret, epoch_of=issuer.epoch_of, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, issuer, calls)

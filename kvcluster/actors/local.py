@@ -72,7 +72,7 @@ class LocalCluster(Unpicklable):
         Raises as that, and CallerError if the cluster is closed."""
         if self._closed:
             raise CallerError("this cluster is closed; start another one with kvcluster.local()")
-        client = connect(self.address, spec, token=token, part=part, config=self._config.client)
+        client = connect(self.address, spec, token=token, part=part, config=self._config.own_client)
         self._clients[client] = None
         client.on_close = self._clients.pop
         return client

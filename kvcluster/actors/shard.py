@@ -46,6 +46,7 @@ from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Transport, Unavailable
+from kvcluster.transport.certificates import SHARD as ROLE
 from kvcluster.transport.certificates import Certificates, own_certificates
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import page_handlers
@@ -80,7 +81,7 @@ class ShardActor:
         self._takes = config.server.transports
         self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
-        certificates = wait(lambda: own_certificates(config.security))
+        certificates = wait(lambda: own_certificates(config, ROLE))
         epoch, proof = next_epoch(cluster, shard), ShardProof()
         proves = Credentials(None if certificates else secret, certificates)
         self._coordinator = CoordinatorLink(cluster, proves, epoch, proof)

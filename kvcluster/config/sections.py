@@ -335,6 +335,16 @@ class Config:
         groups = self.shard_groups.values()
         return None if any(group.per_node for group in groups) else sum(group.shards for group in groups)
 
+    @property
+    def own_client(self) -> ClientConfig:
+        """The settings with which processes that have this configuration connect to its cluster: those of `client`,
+        encrypted as the cluster is."""
+        if self.client.encryption or self.client.ca_file:
+            return self.client
+        security = self.security
+        files = {name: getattr(security, name) for name in ("ca_file", "cert_file", "key_file")}
+        return replace(self.client, encryption=security.encryption, **files)
+
     def of_group(self, group: str) -> Config:
         """Returns the settings for a shard of this group: its own [shard] in place of that of all. Raises ConfigError
         if there is no such group."""

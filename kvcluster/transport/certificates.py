@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from kvcluster.config import TLS, SecurityConfig
+from kvcluster.config import TLS, Config
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
@@ -184,12 +184,21 @@ class Certificates:
         log.info("the certificates were read again: %s", self.files.cert or self.files.ca)
 
 
-def own_certificates(security: SecurityConfig) -> Certificates | None:
-    """Returns the certificates of a server with these settings; None if it serves in the clear. Raises ConfigError."""
+def own_certificates(config: Config, role: str) -> Certificates | None:
+    """Returns the certificates of the coordinator or of a shard of a cluster; None if that serves in the clear. Raises
+    ConfigError if the files cannot be used, or the certificate is not for that role of this cluster."""
+    security = config.security
     if security.encryption != TLS:
         return None
     files = CertificateFiles(security.ca_file, security.cert_file, security.key_file)
-    return Certificates(files, client_certificates=security.client_certificates)
+    certificates = Certificates(files, client_certificates=security.client_certificates)
+    own = certificates.now().own
+    if own is None or not own.has_role(config.name, role):
+        raise ConfigError(
+            f"security.cert_file {files.cert} is not for the {role} of the cluster {config.name!r}: it lacks the URI "
+            f"{SCHEME}{config.name}/{role}"
+        )
+    return certificates
 
 
 def _for_grpc(loaded: LoadedCertificates) -> Any:
