@@ -46,11 +46,11 @@ def check(config: Config) -> tuple[int, int]:
     """Returns the ports to listen on, for workers and for shards. Raises ConfigError if credentials or ports cannot be
     used: to the caller, instead of only in an actor's log."""
     authenticator(config, "")
-    own_certificates(config, COORDINATOR)
+    certificates = own_certificates(config, COORDINATOR)
     ports = _ports(config)
     if config.metrics.port:
         bound_socket(config.metrics.host, config.metrics.port, "metrics.port").close()
-    publisher = publisher_of(config.events, Epoch(0), lambda: None)
+    publisher = publisher_of(config, Epoch(0), lambda: None, certificates)
     if publisher is not None:
         publisher.start()
         publisher.close()

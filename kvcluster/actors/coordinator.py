@@ -67,8 +67,10 @@ class CoordinatorActor:
         server, metrics = config.server, config.metrics
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
-        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process))
         self._certificates = certificates = wait(lambda: own_certificates(config, ROLE))
+        self._host = wait(
+            lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process, certificates=certificates)
+        )
         issuer = CredentialIssuer()
         self._auth = auth = authenticator(config, secret, epoch_of=issuer.epoch_of, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, issuer, calls)
@@ -112,7 +114,7 @@ class CoordinatorActor:
         own = certificates.now().own if certificates is not None else None
         server_name = own.name_for(reports_at) if own is not None else ""
         announce_reports(cluster, host_and_port(reports_at, self._reports.port), server_name)
-        self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls))
+        self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls, certificates))
         self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
 
     def address(self) -> str:

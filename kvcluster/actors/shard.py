@@ -50,7 +50,7 @@ from kvcluster.transport.certificates import SHARD as ROLE
 from kvcluster.transport.certificates import Certificates, own_certificates
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.listener import first_free
+from kvcluster.transport.listener import ListenTls, first_free
 from kvcluster.transport.process_location import locate_server
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.thread_start import start_thread
@@ -96,7 +96,10 @@ class ShardActor:
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         self._server = wait(lambda: _served(config, handlers, auth, calls, certificates))
-        own = certificates.now().own if certificates is not None else None
+        own = tls = None
+        if certificates is not None:
+            own = certificates.now().own
+            tls = ListenTls(certificates, config.security.client_certificates, auth.tenant_by_certificate)
         self._host = ShardHost(
             ShardAddress(
                 *(ShardId(shard), epoch, self._server.address, self._location.host),
@@ -112,13 +115,13 @@ class ShardActor:
         host = self._host
         handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
         handlers.update(page_handlers(self._host))
-        self._paths = serve_paths(self._host, auth, config.server, self._server.host, certificates)
+        self._paths = serve_paths(self._host, auth, config.server, self._server.host, tls)
         self._server.start()
         self._host.start(self._paths.offers)
         self._garbage = GarbageKeeper()
         self._garbage.start()
         ports = shard_metrics_ports(config.metrics.port)
-        self._metrics = wait(lambda: serve_metrics(config.metrics, ports, self._host, calls))
+        self._metrics = wait(lambda: serve_metrics(config.metrics, ports, self._host, calls, certificates))
         if self._stop_ms:
             on_sigterm(self._save_and_end)
 

@@ -30,7 +30,7 @@ from kvcluster.runtime.private_files import locked
 if TYPE_CHECKING:
     from kvcluster.cli.certificates import CertAuthority, CertPair
 
-_ROLES = ("coordinator", "shard", "operator", "tenant")
+_ROLES = ("coordinator", "shard", "operator", "events", "tenant")
 _CA, _CA_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "tls.crt", "tls.key"
 _NEW = ".new"
 _SECRET, _PUBLIC = 0o600, 0o644
@@ -122,7 +122,8 @@ def _add_issue(below: Any) -> None:
         action="append",
         choices=_ROLES,
         metavar="ROLE",
-        help="what the bearer is: coordinator, shard, operator or tenant; may be given several times",
+        help="what the bearer is: coordinator, shard, operator, events (a reader of KV events) or tenant; may be given "
+        "several times",
     )
     issue.add_argument(
         "--to", required=True, metavar="FOLDER", help="folder for tls.crt, tls.key and ca.crt, made if it is missing"

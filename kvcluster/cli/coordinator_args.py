@@ -17,7 +17,7 @@ from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.addresses import check_address
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.credentials import Credentials, client_credentials
+from kvcluster.transport.credentials import CA_FILE, CERT_FILE, KEY_FILE, Credentials, client_credentials
 from kvcluster.transport.listener import check_is_ours
 from kvcluster.transport.rpc import Connection
 
@@ -31,7 +31,7 @@ ANSWER_MS = 10_000
 
 
 def add_coordinator_args(command: Any) -> None:
-    """Adds `--port`, `--address`, `--token-from`, `--ca` and `--encryption` to a command."""
+    """Adds `--port`, `--address`, `--token-from`, those about TLS and `--encryption` to a command."""
     options = command.add_argument_group("which cluster")
     where = options.add_mutually_exclusive_group()
     where.add_argument(
@@ -56,19 +56,33 @@ def add_coordinator_args(command: Any) -> None:
         help="file that holds your token, where the cluster asks for one (default: the environment variable "
         "KVCLUSTER_TOKEN)",
     )
-    options.add_argument(
-        "--ca",
-        default="",
-        metavar="FILE",
-        help="certificates of the authorities by which the cluster's are verified, where it speaks TLS (default: the "
-        "environment variable KVCLUSTER_CA_FILE)",
-    )
+    add_tls_args(options)
     options.add_argument(
         "--encryption",
         choices=ENCRYPTIONS,
         default="",
         help="what encrypts the connection to another machine: tls, the network below (WireGuard, a mesh), or nothing "
         "(default: the environment variable KVCLUSTER_ENCRYPTION, or tls with --ca)",
+    )
+
+
+def add_tls_args(options: Any) -> None:
+    """Adds `--ca`, `--cert` and `--key` to a command."""
+    options.add_argument(
+        "--ca",
+        default="",
+        metavar="FILE",
+        help="certificates of the authorities by which the cluster's are verified, where it speaks TLS (default: the "
+        f"environment variable {CA_FILE})",
+    )
+    options.add_argument(
+        "--cert",
+        default="",
+        metavar="FILE",
+        help=f"your own certificate, where the cluster asks for one (default: the environment variable {CERT_FILE})",
+    )
+    options.add_argument(
+        "--key", default="", metavar="FILE", help=f"its key (default: the environment variable {KEY_FILE})"
     )
 
 
@@ -96,7 +110,12 @@ def credentials_of(options: argparse.Namespace) -> Credentials:
 
 def connection_config(options: argparse.Namespace) -> ClientConfig:
     """Returns the settings of a client with which a command connects."""
-    return ClientConfig(ca_file=options.ca, encryption=options.encryption)
+    return ClientConfig(
+        encryption=getattr(options, "encryption", ""),
+        ca_file=options.ca,
+        cert_file=options.cert,
+        key_file=options.key,
+    )
 
 
 class SelectedCluster(NamedTuple):

@@ -11,12 +11,17 @@ import math
 import socket
 import sys
 import time
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from kvcluster.cli.command_parser import positive, seconds
+from kvcluster.cli.coordinator_args import add_tls_args, connection_config
+from kvcluster.client.event_tunnel import EventTunnel
 from kvcluster.core.messages.reports import AllBlocksCleared, BlocksStored
+from kvcluster.errors import ConfigError
 from kvcluster.extras import needs
 from kvcluster.release import docs_page
+from kvcluster.transport.credentials import tls_credentials
 
 if TYPE_CHECKING:
     from kvcluster.client.events import Event
@@ -33,6 +38,9 @@ Prints KV events as they arrive, a line each: which blocks were stored, removed 
 cluster whose configuration has events.endpoint, or of an engine that publishes events in vLLM's format. While
 nothing listens at the endpoint, it says so and waits. It changes nothing; Ctrl-C ends it.
 
+A cluster that speaks TLS lets in who shows the certificate of an operator, or of a reader of events. Subscribers that
+speak no TLS, as those of engines and routers, connect to what --forward opens on this machine.
+
 exit status: 0; 1 if nothing has listened at the endpoint until the end.
 """
 
@@ -47,6 +55,8 @@ def add(commands: Any) -> None:
             "kvcluster events",
             "kvcluster events --replay tcp://127.0.0.1:5558 --json",
             "kvcluster events --endpoint tcp://10.0.0.7:5557 --topic '' --for 60",
+            "kvcluster events --endpoint tcp://kv.example:5557 --ca ca.crt --cert tls.crt --key tls.key "
+            "--forward tcp://127.0.0.1:5557",
         ],
     )
     command.add_argument(
@@ -74,17 +84,41 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--for", type=seconds, dest="for_s", metavar="S", help="end after S seconds (default: no limit)"
     )
+    command.add_argument(
+        "--forward",
+        default="",
+        metavar="URL",
+        help="print nothing, and pass connections to this address of this machine on to the endpoint, within TLS "
+        "(default: print events)",
+    )
+    add_tls_args(command)
     command.set_defaults(run=_run)
 
 
+def _forward(options: argparse.Namespace) -> int:
+    tls = tls_credentials(connection_config(options))
+    if tls.certificates is None:
+        raise ConfigError("--forward is for a cluster that speaks TLS: give --ca, and --cert and --key")
+    until_s = math.inf if options.for_s is None else time.monotonic() + options.for_s
+    tunnel = EventTunnel(options.endpoint, tls.certificates, tls.server_name, local=options.forward)
+    with closing(tunnel), suppress(KeyboardInterrupt):  # the normal way to end this command
+        print(f"{options.forward} leads to {options.endpoint}", flush=True)
+        while (wait_s := until_s - time.monotonic()) > 0:
+            time.sleep(min(wait_s, _WAIT_S))
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
+    if options.forward:
+        return _forward(options)
     with needs("zmq", "msgspec"):
         from kvcluster.client.events import EventSubscriber
     show = _object if options.json else _line
     left = math.inf if options.count is None else options.count
     until_s = math.inf if options.for_s is None else time.monotonic() + options.for_s
     publisher = _Publisher(options.endpoint)
-    with EventSubscriber(options.endpoint, options.replay, options.topic) as subscriber:
+    config = connection_config(options)
+    with EventSubscriber(options.endpoint, options.replay, options.topic, config=config) as subscriber:
         try:
             while left > 0 and (wait_s := until_s - time.monotonic()) > 0:
                 publisher.look()

@@ -6,9 +6,12 @@ Importing this needs no ZMQ; making a subscriber does (event_reader.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 from kvcluster.client.event import Event
+from kvcluster.config import ClientConfig, client_config
 from kvcluster.extras import needs
+from kvcluster.transport.credentials import tls_credentials
 
 __all__ = ["REPLAY_SILENCE_S", "Event", "EventSubscriber"]
 
@@ -29,18 +32,40 @@ class EventSubscriber:
 
     Each topic's events are delivered in order and once. A picture of the cache made from them is as right as the
     publisher's, if it drops a topic's blocks at every AllBlocksCleared, including those with a `why`. The subscriber
-    waits for a publisher that is down, and reconnects when it is up again. For one thread; `with` closes it. Raises
-    ConfigError for an invalid endpoint, KVClusterError if the extra `events` is not installed.
+    waits for a publisher that is down, and reconnects when it is up again. `config`: settings of a client, of which
+    those about TLS are used (ClientConfig.ca_file, cert_file, key_file, server_name): a cluster that speaks TLS lets in
+    who shows a certificate of an operator or a reader of events. For one thread; `with` closes it. Raises ConfigError
+    for an invalid endpoint, KVClusterError if the extra `events` is not installed.
     """
 
     def __init__(
-        self, endpoint: str, replay: str = "", topic: str = "kv@", *, replay_silence_s: float = REPLAY_SILENCE_S
+        self,
+        endpoint: str,
+        replay: str = "",
+        topic: str = "kv@",
+        *,
+        replay_silence_s: float = REPLAY_SILENCE_S,
+        config: ClientConfig | None = None,
     ) -> None:
         with needs("zmq", "msgspec"):
             from kvcluster.client.event_reader import EventReader
 
         self._endpoint = endpoint
-        self._reader = EventReader(endpoint, replay, topic, replay_silence_s=replay_silence_s)
+        tls = tls_credentials(client_config(config))
+        with ExitStack() as house:
+
+            def local(publisher: str) -> str:
+                """Returns where a socket of ZeroMQ reaches this publisher."""
+                if tls.certificates is None or not publisher:
+                    return publisher
+                from kvcluster.client.event_tunnel import EventTunnel
+
+                return house.enter_context(closing(EventTunnel(publisher, tls.certificates, tls.server_name))).endpoint
+
+            ends = local(endpoint), local(replay)
+            self._reader = EventReader(*ends, topic, replay_silence_s=replay_silence_s)
+            house.callback(self._reader.close)
+            self._house = house.pop_all()
 
     def __enter__(self) -> EventSubscriber:
         return self
@@ -53,7 +78,7 @@ class EventSubscriber:
 
     def close(self) -> None:
         """Closes the sockets. May be called again."""
-        self._reader.close()
+        self._house.close()
 
     def counters(self) -> dict[str, int]:
         """Returns the numbers of unreadable messages (`malformed`), of AllBlocksCleared that stood for missed batches

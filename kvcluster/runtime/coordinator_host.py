@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from kvcluster.config import Config, EventsConfig
+from kvcluster.config import Config
 from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch, Tenant
 from kvcluster.core.messages import (
@@ -33,6 +33,7 @@ from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Samp
 from kvcluster.runtime.server import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.certificates import Certificates
 
 if TYPE_CHECKING:
     from kvcluster.runtime.event_publisher import EventPublisher
@@ -54,8 +55,9 @@ class CoordinatorHost:
         *,
         on_end: Callable[[Leave], None],
         process: ProcessInfo | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
-        """`process`: for the status."""
+        """`process`: for the status. `certificates`: with which KV events are published."""
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None
         self._made = time.monotonic_ns()
@@ -73,7 +75,7 @@ class CoordinatorHost:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self._tenants = config.metrics.tenants
-        self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Republish()))
+        self.publisher = publisher_of(config, epoch, lambda: self._driver.tell(Republish()), certificates)
         self._driver: Driver[CoordinatorMessage] = Driver(
             Keeping(
                 self.core,
@@ -171,13 +173,17 @@ def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> Coordin
     )
 
 
-def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> EventPublisher | None:
+def publisher_of(
+    config: Config, epoch: Epoch, on_behind: Callable[[], None], certificates: Certificates | None
+) -> EventPublisher | None:
     """Returns the publisher of KV events, or None if none is configured. Raises ConfigError if its dependency is not
-    installed."""
+    installed. `certificates`: None to publish in the clear."""
+    events = config.events
     if not events.endpoint:
         return None
     try:
         from kvcluster.runtime.event_publisher import EventPublisher
+        from kvcluster.runtime.zmtp_server import EventAccess
     except ImportError as error:
         raise ConfigError(f"events.endpoint needs {error.name}: {install('msgspec')}") from None
     return EventPublisher(
@@ -186,6 +192,7 @@ def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], Non
         buffer_batches=events.buffer_batches,
         first_sequence=epoch,
         on_behind=on_behind,
+        access=None if certificates is None else EventAccess(certificates, config.name),
     )
 
 

@@ -27,7 +27,7 @@ from kvcluster.core import limits
 from kvcluster.core.messages.reports import EventStream, Publish
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.event_log import BatchRing, EventLog, PacedRequest, Replay, weight
-from kvcluster.runtime.zmtp_server import Peer, ZmtpServer
+from kvcluster.runtime.zmtp_server import EventAccess, Peer, ZmtpServer
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import kv_events, zmtp
 from kvcluster.wire.checks import at_most, must
@@ -205,7 +205,8 @@ _MOVING_S = 0.001
 class EventPublisher:
     """Publishes the events of the core. `endpoint` and `replay` are addresses to bind, such as "tcp://127.0.0.1:5557";
     port 0 chooses a free port, and an empty `replay` serves no replays. `first_sequence` must be higher than any number
-    of an earlier publisher at this endpoint: the nanoseconds since 1970 at the start are. `on_behind` is called on the
+    of an earlier publisher at this endpoint: the nanoseconds since 1970 at the start are. `access`: who may subscribe,
+    within TLS; None for all who connect, in the clear. `on_behind` is called on the
     thread, at most once in BEHIND_EVERY_NS, when events were dropped or a replay asked for batches that are no longer
     kept."""
 
@@ -217,7 +218,9 @@ class EventPublisher:
         buffer_batches: int,
         first_sequence: int,
         on_behind: Callable[[], None],
+        access: EventAccess | None = None,
     ) -> None:
+        self._access = access
         self.endpoint = endpoint
         """Where subscribers connect; after `start`, with the chosen port."""
 
@@ -246,7 +249,7 @@ class EventPublisher:
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
-        self._server = ZmtpServer(self._woken, time.monotonic_ns)
+        self._server = ZmtpServer(self._woken, time.monotonic_ns, self._access)
         try:
             self.endpoint = self._server.listen(self.endpoint, self._subscribers, "events.endpoint")
             if self.replay_endpoint:

@@ -145,6 +145,12 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     ),
     "kvcluster_memory_bytes": Metric(_GAUGE, "Resident memory of this process, shared memory of its tiers included."),
     "kvcluster_memory_limit_bytes": Metric(_GAUGE, "Memory of the machine, or the limit of the container."),
+    "kvcluster_certificate_expires_seconds": Metric(
+        _GAUGE, "When the certificate of this process ends, in seconds since 1970; without TLS there is none."
+    ),
+    "kvcluster_certificate_stale": Metric(
+        _GAUGE, "1 while newer files of certificates cannot be used, so that the ones before stay in use; else 0."
+    ),
     "kvcluster_uptime_seconds": Metric(_GAUGE, "Time since this process began to serve."),
 }
 

@@ -1,6 +1,7 @@
 """Metrics and health of a process over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes.
 
-It asks for no credential, so its address should be closed to strangers (config.MetricsConfig). A request may take
+With certificates it speaks TLS. It asks for no credential, so its address should be closed to strangers
+(config.MetricsConfig). A request may take
 REQUEST_S from its connection to the end of its answer, however its bytes arrive; it has at most HEAD_BYTES and no body.
 At most _CONNECTIONS connections may not have sent their request yet; one more ends the oldest of them, so a slow client
 keeps no probe out. Few scrapes are answered at a time, with samples that are collected once in KEPT_S; probes do not
@@ -27,6 +28,7 @@ from kvcluster.extras import install
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
+from kvcluster.transport.certificates import Certificates, accepting
 from kvcluster.transport.listener import Descriptors, first_free
 from kvcluster.transport.thread_start import start_thread
 
@@ -47,12 +49,21 @@ WhyNot = Callable[[], str]
 class MetricsServer:
     """Serves from `start` to `close`. Raises ConfigError if it cannot listen, or if prometheus-client is missing."""
 
-    def __init__(self, host: str, port: int, collect: Collect, *, alive: WhyNot, ready: WhyNot) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        collect: Collect,
+        *,
+        alive: WhyNot,
+        ready: WhyNot,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._page = _MetricsPage(collect)
         self._probes: Mapping[str, WhyNot] = {"/healthz": alive, "/readyz": ready}
         self._scrapes = threading.Semaphore(_SCRAPES)
         try:
-            self._server = _Server((host, port), partial(_Handler, self._answer))
+            self._server = _Server((host, port), partial(_Handler, self._answer), certificates)
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}. Choose another metrics.port"
@@ -125,18 +136,25 @@ class MeteredHost(Protocol):
     def why_not_ready(self) -> str: ...
 
 
-def serve_metrics(config: MetricsConfig, ports: range, host: MeteredHost, calls: CallMetrics) -> MetricsServer | None:
+def serve_metrics(
+    config: MetricsConfig, ports: range, host: MeteredHost, calls: CallMetrics, certificates: Certificates | None = None
+) -> MetricsServer | None:
     """Returns the started server of one process, on the first of these ports that is free; None if none is configured.
-    Raises as MetricsServer."""
+    `certificates`: None to serve in the clear. Raises as MetricsServer."""
     if not config.port:
         return None
-    process = ProcessSamples()
+    process = ProcessSamples(certificates)
 
     def collect() -> list[Sample | Histogram]:
         return [*host.samples(), *calls.samples(), *process()]
 
     def listen(port: int) -> MetricsServer:
-        return MetricsServer(config.host, port, collect, alive=host.why_not_alive, ready=host.why_not_ready)
+        return MetricsServer(
+            *(config.host, port, collect),
+            alive=host.why_not_alive,
+            ready=host.why_not_ready,
+            certificates=certificates,
+        )
 
     server = first_free(ports, listen)
     server.start()
@@ -144,14 +162,22 @@ def serve_metrics(config: MetricsConfig, ports: range, host: MeteredHost, calls:
 
 
 class ProcessSamples:
-    """The series of a process itself: its memory, and since when it serves."""
+    """The series of a process itself: its memory, since when it serves, and until when its certificate is valid."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: Certificates | None = None) -> None:
         self._began = time.monotonic()
+        self._certificates = certificates
 
     def __call__(self) -> list[Sample]:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        certified = []
+        if self._certificates is not None and (own := self._certificates.now().own) is not None:
+            certified = [
+                Sample("kvcluster_certificate_expires_seconds", (), own.expires_s),
+                Sample("kvcluster_certificate_stale", (), float(bool(self._certificates.trouble()))),
+            ]
         return [
+            *certified,
             Sample("kvcluster_memory_bytes", (), float(pages * os.sysconf("SC_PAGESIZE"))),
             Sample("kvcluster_memory_limit_bytes", (), float(memory_limit_bytes())),
             Sample("kvcluster_uptime_seconds", (), time.monotonic() - self._began),
@@ -165,12 +191,20 @@ class _Server(ThreadingMixIn, TCPServer):
     request_queue_size = 2 * _CONNECTIONS
     allow_reuse_address = True  # a scrape that this side has ended keeps the port for a minute
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, at: tuple[str, int], handler: Any, certificates: Certificates | None) -> None:
+        self._certificates = certificates
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}  # those whose request has not arrived
         self._until: dict[socket.socket, float] = {}
         self._most = Descriptors.SCRAPES.bound(_CONNECTIONS)
-        super().__init__(*arguments)
+        super().__init__(at, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connected, address = super().get_request()
+        if self._certificates is not None:
+            connected.settimeout(REQUEST_S)
+            connected = accepting(connected, self._certificates, mutual=False)  # its thread does the handshake
+        return connected, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -216,7 +250,7 @@ class _Server(ThreadingMixIn, TCPServer):
 def _end(request: socket.socket) -> None:
     """Wakes the thread that reads from this connection or writes to it; that thread closes it."""
     with suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(request, socket.SHUT_RDWR)  # that of a TLS socket would take TLS off first
 
 
 class _Handler(BaseRequestHandler):

@@ -23,7 +23,6 @@ from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.certificates import Certificates
 from kvcluster.transport.listener import ListenAt, ListenTls, TenantOf
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
@@ -80,11 +79,10 @@ def serve_paths(
     auth: Authenticator,
     config: ServerConfig,
     listen_host: str,
-    certificates: Certificates | None = None,
+    tls: ListenTls | None = None,
     servers: Mapping[str, Serve] = SERVERS,
 ) -> PathServers:
-    """Starts every server that can be served for this shard. `certificates`: None to serve in the clear."""
-    tls = None if certificates is None else ListenTls(certificates, auth.tenant_by_certificate)
+    """Starts every server that can be served for this shard. `tls`: None to serve in the clear."""
     at = ListenAt(listen_host, shard_ports(config), config.socket_dir, tls)
     started: list[PathServer] = []
     offered: list[Offer] = []

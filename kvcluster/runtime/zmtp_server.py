@@ -3,6 +3,9 @@
     peers -> Inbound -> Port.heard          a message of a peer
     peers <- Port.following                 the next message for a peer, once the one before it has been taken
 
+With certificates all is within TLS, and a peer is let in by its own, in the role of an operator or of a reader of
+events.
+
 Nothing is queued for a peer: the port is asked for the next message when the peer has room. So a slow peer costs the
 one message that it is being sent. What strangers may do here is bounded in number, memory and time:
 `limits.EVENT_PEERS` connections to a port, by shares of their source addresses; one message of `Port.bounds` each; so
@@ -17,13 +20,22 @@ import errno
 import logging
 import selectors
 import socket
+import ssl
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.transport.certificates import (
+    EVENTS,
+    OPERATOR,
+    CertificateNames,
+    Certificates,
+    accepting,
+    certificate_of,
+)
 from kvcluster.wire import zmtp
 
 log = logging.getLogger(__name__)
@@ -79,12 +91,24 @@ class Port(Protocol):
         """Forgets a peer."""
 
 
+class EventAccess(NamedTuple):
+    """Who reads the events of a cluster that speaks TLS."""
+
+    certificates: Certificates
+    cluster: str
+
+    def lets_in(self, shown: CertificateNames | None) -> bool:
+        """Whether the bearer of this verified certificate may read the events of all tenants."""
+        return shown is not None and any(shown.has_role(self.cluster, role) for role in (OPERATOR, EVENTS))
+
+
 class Peer:
     """One connection to a port. `asked`: whether it has sent a message that the port keeps something of."""
 
     def __init__(self, port: Port, link: socket.socket, address: str, now_ns: int) -> None:
         self.port = port
         self.link = link
+        self.shaking = isinstance(link, ssl.SSLSocket)  # until the handshake is over nothing is sent or read
         self.address = Tenant(address)
         self.inbound = zmtp.Inbound(port.bounds)
         self.out = memoryview(zmtp.GREETING + zmtp.encode_ready(port.socket))
@@ -98,8 +122,8 @@ class Peer:
 class ZmtpServer:
     """`wake` is a socket that ends a wait when it can be read. Everything but the constructor belongs to one thread."""
 
-    def __init__(self, wake: socket.socket, clock: Callable[[], int]) -> None:
-        self._clock = clock
+    def __init__(self, wake: socket.socket, clock: Callable[[], int], access: EventAccess | None = None) -> None:
+        self._clock, self._access = clock, access
         self._waiting = selectors.DefaultSelector()  # the wake, peers without room, and the one below
         self._reading = selectors.DefaultSelector()  # listening sockets, and all peers
         self._waiting.register(wake, _READ, None)
@@ -171,7 +195,7 @@ class ZmtpServer:
     def pump(self, peer: Peer) -> bool:
         """Sends to a peer what follows, as much as it takes. Returns whether there may be more at once."""
         sent = 0
-        while peer.is_open and not peer.blocked and sent < SENT_PER_TURN:
+        while peer.is_open and not peer.shaking and not peer.blocked and sent < SENT_PER_TURN:
             if not peer.out:
                 following: bytes | None = peer.inbound.answer
                 peer.inbound.answer = b""
@@ -240,11 +264,35 @@ class ZmtpServer:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._access is not None:
+                try:
+                    link = accepting(link, self._access.certificates, mutual=True)
+                except OSError:  # it has ended
+                    link.close()
+                    continue
             peer = Peer(port, link, host, self._clock())
             peers[peer] = None
             shares.add(host)
             self._reading.register(link, _READ, peer)
             self.pump(peer)
+
+    def _shake(self, peer: Peer) -> bool:
+        """Carries the handshake on. Returns whether it is over; closes the connection if it fails, or if the peer's
+        certificate lets nobody in."""
+        assert isinstance(peer.link, ssl.SSLSocket) and self._access is not None
+        try:
+            peer.link.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        except OSError as error:
+            log.debug("closed a connection from %s: %s", peer.address, error)
+        else:
+            if self._access.lets_in(certificate_of(peer.link)):
+                peer.shaking = False
+                return True
+        self.refused += 1
+        self.drop(peer)
+        return False
 
     def _read(self, peer: Peer) -> None:
         self._work += 1
@@ -255,9 +303,13 @@ class ZmtpServer:
             peer.is_full = True
             self._reading.unregister(peer.link)
             return
+        if peer.shaking:
+            if not self._shake(peer):
+                return
+            self.pump(peer)
         try:
             data = peer.link.recv(min(room, _RECEIVED_BYTES))
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except OSError:
             data = b""
@@ -281,6 +333,8 @@ class ZmtpServer:
         if peer.is_full and peer.is_open and peer.inbound.room:
             peer.is_full = False
             self._reading.register(peer.link, _READ, peer)
+        if peer.is_open and isinstance(peer.link, ssl.SSLSocket) and peer.link.pending():
+            self._read(peer)  # what has been decrypted already wakes nobody
 
     def _take(self, peer: Peer) -> None:
         for _ in range(RECEIVED_PER_ROUND):
@@ -297,7 +351,7 @@ class ZmtpServer:
     def _send(self, peer: Peer) -> None:
         try:
             sent = peer.link.send(peer.out)
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             sent = 0
         except OSError:
             self.drop(peer)

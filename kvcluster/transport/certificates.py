@@ -9,7 +9,7 @@ expired, that none of the authorities has signed, or that does not belong to its
 
 DNS names and addresses of a certificate name the server. Its URIs say in which roles its bearer acts in a cluster:
 
-    kvcluster://CLUSTER/coordinator  /shard  /operator  /tenant/NAME
+    kvcluster://CLUSTER/coordinator  /shard  /operator  /events  /tenant/NAME
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 SCHEME = "kvcluster://"
-COORDINATOR, SHARD, OPERATOR = "coordinator", "shard", "operator"
+COORDINATOR, SHARD, OPERATOR, EVENTS = "coordinator", "shard", "operator", "events"
 TENANT = "tenant/"
 
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -87,42 +87,34 @@ class CertificateFiles(NamedTuple):
 class LoadedCertificates:
     """One version of the files, ready for handshakes. Raises ConfigError if they cannot be used.
 
-    `number` counts the versions of a process. `own`: the names of the certificate, None without one."""
+    `number` counts the versions of a process. `client`, `server` and `mutual` are the contexts of handshakes: of the
+    side that connects, of a server, and of a server that asks for a certificate. `own`: the names of the process's own
+    certificate. All but `client` are None without one."""
 
-    def __init__(self, files: CertificateFiles, number: int, *, client_certificates: bool) -> None:
+    def __init__(self, files: CertificateFiles, number: int) -> None:
         self.number = number
         self.ca = _read(files.ca, "the authorities' file")
         self.cert = _read(files.cert, "the certificate") if files.cert else None
         self.key = _read_key(files.key) if files.key else None
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-        self.server: ssl.SSLContext | None = None
-        self.own: CertificateNames | None = None
+        self.server = self.mutual = self.own = None
         if files.cert:
-            self.server = _context(ssl.PROTOCOL_TLS_SERVER, files)
-            self.server.num_tickets = 0  # each would make an idle connection of a client readable
-            self.server.verify_mode = ssl.CERT_REQUIRED if client_certificates else ssl.CERT_NONE
+            self.server, self.mutual = (_context(ssl.PROTOCOL_TLS_SERVER, files) for _ in range(2))
+            self.mutual.verify_mode = ssl.CERT_REQUIRED
             self.own = _try(self.server, files)
 
 
 class Certificates:
-    """The certificates in some files; thread-safe. `client_certificates`: servers of this process ask those who connect
-    for one. Raises ConfigError if the files cannot be used now."""
+    """The certificates in some files; thread-safe. Raises ConfigError if the files cannot be used now."""
 
-    def __init__(
-        self,
-        files: CertificateFiles,
-        *,
-        client_certificates: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, files: CertificateFiles, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.files = files
-        self.client_certificates = client_certificates
         self._clock = clock
         self._lock = threading.Lock()
         self._why = ""
         self._seen = self._state()
         self._next_look = clock() + LOOK_S
-        self._loaded = LoadedCertificates(files, 1, client_certificates=client_certificates)
+        self._loaded = LoadedCertificates(files, 1)
 
     def now(self) -> LoadedCertificates:
         """Returns the certificates that are valid now."""
@@ -170,9 +162,7 @@ class Certificates:
         if state == self._seen:
             return
         try:
-            loaded = LoadedCertificates(
-                self.files, self._loaded.number + 1, client_certificates=self.client_certificates
-            )
+            loaded = LoadedCertificates(self.files, self._loaded.number + 1)
         except ConfigError as error:
             if self._why != str(error):
                 log.error("%s. The certificates that were read before stay in use", error)
@@ -191,7 +181,7 @@ def own_certificates(config: Config, role: str) -> Certificates | None:
     if security.encryption != TLS:
         return None
     files = CertificateFiles(security.ca_file, security.cert_file, security.key_file)
-    certificates = Certificates(files, client_certificates=security.client_certificates)
+    certificates = Certificates(files)
     own = certificates.now().own
     if own is None or not own.has_role(config.name, role):
         raise ConfigError(
@@ -234,26 +224,32 @@ def names_in_pem(uris: list[bytes], pem: bytes) -> CertificateNames:
 # ------------------------------------------------------------------------------------------------- handshakes
 
 
-def connect_tls(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> ssl.SSLSocket:
+def connect_tls(
+    connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline, *, role: str = SHARD
+) -> ssl.SSLSocket:
     """Returns a TLS socket over a connected one, once the certificate of the other side has been verified: that it is
-    of one of the authorities, has this name or address, and is a shard's. Closes the socket and raises Unavailable if
-    it does not answer, CredentialError if its certificate is another's, ProtocolError if it speaks no TLS."""
-    wrapped, shown = _verified(connected, name, certificates, deadline)
-    if not any(uri.endswith(f"/{SHARD}") for uri in shown.uris):
+    of one of the authorities, has this name or address, and is for that role in some cluster. Closes the socket and
+    raises Unavailable if it does not answer, CredentialError if its certificate is another's, ProtocolError if it
+    speaks no TLS."""
+    try:
+        wrapped = certificates.now().client.wrap_socket(connected, server_hostname=name, do_handshake_on_connect=False)
+    except OSError as error:
+        connected.close()
+        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{name}: {_reason(error)}")) from None
+    try:
+        handshake(wrapped, name, deadline)
+        shown = certificate_of(wrapped) or CertificateNames()
+        if not any(uri.startswith(SCHEME) and uri.endswith(f"/{role}") for uri in shown.uris):
+            raise CredentialError(f"the certificate of {name} is not a {role}'s: it lacks the URI {SCHEME}NAME/{role}")
+    except BaseException:
         wrapped.close()
-        raise CredentialError(f"the certificate of {name} is not a shard's: it lacks the URI {SCHEME}CLUSTER/{SHARD}")
+        raise
     return wrapped
 
 
 def check_server(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> None:
-    """Verifies what listens at the other end, and closes the socket. Raises as `connect_tls`, for one that is not a
-    coordinator."""
-    wrapped, shown = _verified(connected, name, certificates, deadline)
-    wrapped.close()
-    if not any(uri.endswith(f"/{COORDINATOR}") for uri in shown.uris):
-        raise CredentialError(
-            f"the certificate of {name} is not a coordinator's: it lacks the URI {SCHEME}CLUSTER/{COORDINATOR}"
-        )
+    """Verifies a coordinator at the other end, and closes the socket. Raises as `connect_tls`."""
+    connect_tls(connected, name, certificates, deadline, role=COORDINATOR).close()
 
 
 def speaks_tls(connected: socket.socket, deadline: Deadline) -> bool:
@@ -269,25 +265,11 @@ def speaks_tls(connected: socket.socket, deadline: Deadline) -> bool:
         return True
 
 
-def _verified(
-    connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline
-) -> tuple[ssl.SSLSocket, CertificateNames]:
-    try:
-        wrapped = certificates.now().client.wrap_socket(connected, server_hostname=name, do_handshake_on_connect=False)
-    except OSError as error:
-        connected.close()
-        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{name}: {_reason(error)}")) from None
-    try:
-        handshake(wrapped, name, deadline)
-    except BaseException:
-        wrapped.close()
-        raise
-    return wrapped, certificate_of(wrapped) or CertificateNames()
-
-
-def accepting(connected: socket.socket, certificates: Certificates) -> ssl.SSLSocket:
-    """Returns a TLS socket over one that was accepted, before its handshake. Raises OSError if it has been closed."""
-    context = certificates.now().server
+def accepting(connected: socket.socket, certificates: Certificates, *, mutual: bool) -> ssl.SSLSocket:
+    """Returns a TLS socket over one that was accepted, before its handshake, in which the other side must show a
+    certificate if it is `mutual`. Raises OSError if the socket has been closed."""
+    loaded = certificates.now()
+    context = loaded.mutual if mutual else loaded.server
     assert context is not None, "a server has a certificate"
     return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
 
@@ -331,6 +313,8 @@ def _context(protocol: int, files: CertificateFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(_CIPHERS)
     context.options |= ssl.OP_NO_RENEGOTIATION
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0  # each would make an idle connection of a client readable
     try:
         context.load_verify_locations(files.ca)
     except (OSError, ValueError) as error:

@@ -50,22 +50,9 @@ def client_credentials(address: str, token: str | None, config: ClientConfig) ->
     say nothing, by the environment. Raises ConfigError for a malformed address, if a file cannot be used, or if the
     settings leave open whether to encrypt a connection to another machine."""
     check_address(address)
-    ca_file = config.ca_file or os.environ.get(CA_FILE, "")
-    encryption = config.encryption or os.environ.get(ENCRYPTION, "") or (TLS if ca_file else "")
+    encryption = _encryption(config)
     if encryption == TLS:
-        if not ca_file:
-            raise ConfigError(
-                f"encryption is tls, and nothing says by which authorities servers are verified: name their file as "
-                f"ca_file, or in {CA_FILE} (`kvcluster certs init` makes one)"
-            )
-        from kvcluster.transport.certificates import CertificateFiles, Certificates
-
-        cert_file = config.cert_file or os.environ.get(CERT_FILE, "")
-        key_file = config.key_file or os.environ.get(KEY_FILE, "")
-        if bool(cert_file) != bool(key_file):
-            raise ConfigError("cert_file and key_file belong together: a certificate and its key")
-        server_name = config.server_name or os.environ.get(SERVER_NAME, "")
-        return Credentials(token, Certificates(CertificateFiles(ca_file, cert_file, key_file)), server_name)
+        return replace(tls_credentials(config), token=token)
     if encryption not in (NETWORK, NO_ENCRYPTION) and not is_on_loopback(address):
         raise ConfigError(
             f"{address} is another machine, and nothing says how the connection is encrypted: name the authorities' "
@@ -73,3 +60,29 @@ def client_credentials(address: str, token: str | None, config: ClientConfig) ->
             "encrypts, or by none that nothing does"
         )
     return Credentials(token)
+
+
+def tls_credentials(config: ClientConfig) -> Credentials:
+    """Returns the credentials of a client, without a token; in the clear if its settings and the environment name no
+    TLS. Raises ConfigError if a file is missing or cannot be used."""
+    if _encryption(config) != TLS:
+        return ANONYMOUS
+    ca_file = config.ca_file or os.environ.get(CA_FILE, "")
+    cert_file = config.cert_file or os.environ.get(CERT_FILE, "")
+    key_file = config.key_file or os.environ.get(KEY_FILE, "")
+    if not ca_file:
+        raise ConfigError(
+            "encryption is tls, and nothing says by which authorities servers are verified: name their file as "
+            f"ca_file, or in {CA_FILE} (`kvcluster certs init` makes one)"
+        )
+    if bool(cert_file) != bool(key_file):
+        raise ConfigError("cert_file and key_file belong together: a certificate and its key")
+    from kvcluster.transport.certificates import CertificateFiles, Certificates
+
+    certificates = Certificates(CertificateFiles(ca_file, cert_file, key_file))
+    return Credentials(None, certificates, config.server_name or os.environ.get(SERVER_NAME, ""))
+
+
+def _encryption(config: ClientConfig) -> str:
+    named = config.encryption or os.environ.get(ENCRYPTION, "")
+    return named or (TLS if config.ca_file or os.environ.get(CA_FILE, "") else "")

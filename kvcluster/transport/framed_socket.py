@@ -81,12 +81,13 @@ class FramedSocket:
         """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
 
-    def accept_tls(self, certificates: Certificates, deadline: Deadline) -> CertificateNames | None:
-        """Carries out the handshake of the side that was connected to, before anything else is read or sent. Returns
+    def accept_tls(self, certificates: Certificates, deadline: Deadline, *, mutual: bool) -> CertificateNames | None:
+        """Carries out the handshake of the side that was connected to, before anything else is read or sent; a
+        `mutual` one asks the other side for a certificate. Returns
         the other side's certificate, None if it has shown none. Raises Unavailable, CredentialError or
         ProtocolError."""
         try:
-            connected = self._socket = accepting(self._socket, certificates)
+            connected = self._socket = accepting(self._socket, certificates, mutual=mutual)
         except OSError as error:
             raise self._lost(error) from None
         handshake(connected, self.peer, deadline)

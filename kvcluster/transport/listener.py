@@ -99,10 +99,11 @@ TenantNow = Callable[[], Tenant]
 
 @dataclass(frozen=True, slots=True)
 class ListenTls:
-    """How a listener serves TLS. `tenant_by_certificate`: the tenant of a client that shows a certificate and no token;
-    raises CredentialError."""
+    """How a listener serves TLS. `client_certificates`: only to those who show a certificate. `tenant_by_certificate`:
+    the tenant of one that shows no token; raises CredentialError."""
 
     certificates: Certificates
+    client_certificates: bool
     tenant_by_certificate: Callable[[CertificateNames], Tenant]
 
 
@@ -283,7 +284,8 @@ class Listener:
         hello = Deadline.after_ms(HELLO_S * 1e3)
         certificate = None
         if self._tls is not None:
-            certificate = link.accept_tls(self._tls.certificates, hello)
+            mutual = self._tls.client_certificates
+            certificate = link.accept_tls(self._tls.certificates, hello, mutual=mutual)
         _, body = link.receive(FrameKind.HELLO, deadline=hello)
         try:
             token = body.decode() or None
