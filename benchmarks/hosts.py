@@ -53,7 +53,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": cluster.token},
+            env=cluster.environment,
         )
         self.answer()
 

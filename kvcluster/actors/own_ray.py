@@ -19,6 +19,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -26,7 +27,7 @@ from ray.job_config import JobConfig
 
 from kvcluster.actors.ray_private import AuthenticationTokenLoader, GcsClient, RayConfig, ray_constants
 from kvcluster.actors.settings import LEAVING, SPACE, config_key
-from kvcluster.config import Config
+from kvcluster.config import TLS, Config
 from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 from kvcluster.runtime.private_files import RAY, derived_key, derived_password
@@ -66,11 +67,24 @@ def ray_of_nodes(config: Config) -> Iterator[None]:
         TOKEN: derived_key(config.server.secret_file, RAY),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_KEPT_S if config.ray.redis else _LOST_S),
         **_health_checks(config.ray.node_timeout_ms),
+        **_tls(config),
     }
     if config.ray.redis:
         ours |= {"RAY_REDIS_ADDRESS": config.ray.redis, "RAY_external_storage_namespace": config.name}
     with _settings(ours, clusters=True):
         yield
+
+
+_USE_TLS, _CA, _CERT, _KEY = "RAY_USE_TLS", "RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY"
+
+
+def _tls(config: Config) -> dict[str, str]:
+    """Returns the settings by which Ray's processes encrypt what they send one another, each with the certificate of
+    its node, which is read when a process starts."""
+    if config.ray.encryption != TLS:
+        return {_USE_TLS: "0"}
+    security = config.security
+    return {_USE_TLS: "1", _CA: security.ca_file, _CERT: security.cert_file, _KEY: security.key_file}
 
 
 def _health_checks(node_timeout_ms: int) -> dict[str, str]:
@@ -206,9 +220,18 @@ class NodeNotes:
 
 def _ask(address: str, token: str) -> Any:
     metadata = (("authorization", f"Bearer {token}"),) if token else ()
-    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    with _channel(address) as channel:
         call = channel.unary_unary(_ALIVE, request_serializer=bytes, response_deserializer=bytes)
         return call(b"", timeout=_PROBE_S, metadata=metadata)
+
+
+def _channel(address: str) -> grpc.Channel:
+    """Returns a channel to a Ray's head, within TLS if Ray's settings in the environment say so."""
+    options = [("grpc.enable_http_proxy", 0)]
+    if os.environ.get(_USE_TLS) != "1":
+        return grpc.insecure_channel(address, options=options)
+    ca, key, cert = (Path(os.environ[name]).read_bytes() for name in (_CA, _KEY, _CERT))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert), options=options)
 
 
 def _no_ray(address: str, error: Any) -> NoReturn:

@@ -224,7 +224,8 @@ def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
 
 def _security_rules(config: Config) -> Iterator[_Rule]:
     security, client = config.security, config.client
-    for prefix, chosen in (("security", security.encryption), ("client", client.encryption)):
+    sections = {"security": security.encryption, "client": client.encryption, "ray": config.ray.encryption}
+    for prefix, chosen in sections.items():
         known = f"{prefix}.encryption must be one of {', '.join(ENCRYPTIONS)}, not {chosen!r}"
         yield chosen in ("", *ENCRYPTIONS), known
     encrypts = security.encryption == TLS
@@ -245,6 +246,12 @@ def _security_rules(config: Config) -> Iterator[_Rule]:
         f"encrypted: set security.encryption to {TLS!r}, to {NETWORK!r} if the network below encrypts (WireGuard, a "
         f"mesh), or to {NO_ENCRYPTION!r} (docs/security.md)",
     )
+    yield (
+        bool(config.ray.encryption) or not (encrypts and config.server.secret_file),
+        "security.encryption does not encrypt what Ray's processes send one another: set ray.encryption to "
+        f"{TLS!r} (the certificate of each node must have its address), {NETWORK!r} or {NO_ENCRYPTION!r}",
+    )
+    yield config.ray.encryption != TLS or encrypts, f"ray.encryption = {TLS!r} needs security.encryption = {TLS!r}"
     yield bool(client.cert_file) == bool(client.key_file), "client.cert_file and client.key_file belong together"
 
 

@@ -232,6 +232,8 @@ class RayConfig:
     `node_timeout_ms`: how long a node may be silent, as behind a link that is cut, before the head gives it up and its
     shards start elsewhere, empty. Until then its shards keep their pages, and serve them again when it is back. A node
     whose processes end is given up within seconds.
+    `encryption`: of the traffic of Ray's own processes: `tls`, with the files of SecurityConfig, whose certificate must
+    then have the node's address; `network` or `none`, as there. A cluster that speaks TLS must name one.
     `redis`: HOST:PORT of a Redis that keeps the head's state, so that the cluster survives the loss of the head's node;
     "" for none. `redis_password_file`: holds its password; or, with `redis_password_from_secret`, it is derived from
     `server.secret_file` (docs/operations.md)."""
@@ -240,6 +242,7 @@ class RayConfig:
     node_ports: str = "6380-6387"
     worker_ports: str = "10002-10129"
     node_timeout_ms: int = 150_000
+    encryption: str = ""
     redis: str = ""
     redis_password_file: str = ""
     redis_password_from_secret: bool = False

@@ -29,7 +29,7 @@ from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.runtime.auth import new_token
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.credentials import Credentials
+from kvcluster.transport.credentials import Credentials, client_credentials
 from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.wire import socket_frames
@@ -40,6 +40,11 @@ from tests.hosts.worker import BLOCKS, SPEC, kv, load, store, tokens
 HELD = ClientConfig(deadline_ms=10_000, connect_ms=30_000, store_wait_ms=3_000, breaker_failures=1)
 _STREAM_MS = 60_000
 _STEP = 16
+
+
+def _shows(address: str, token: str) -> Credentials:
+    """What this process shows there, by its environment."""
+    return client_credentials(address, token, ClientConfig())
 
 
 class HeldWorker:
@@ -148,7 +153,10 @@ class HeldWorker:
 
     def stranger(self, shard: str) -> str:
         """Calls the coordinator and a shard with a token that they do not know."""
-        with closing(Connection(self._address, Credentials(new_token()))) as connection, suppress(CredentialError):
+        with (
+            closing(Connection(self._address, _shows(self._address, new_token()))) as connection,
+            suppress(CredentialError),
+        ):
             connection.ask(COORDINATOR["Attach"], Attach(SPEC), self._soon())
         return self._says(shard, OLDEST_VERSION, new_token())
 
@@ -167,13 +175,13 @@ class HeldWorker:
             said.wait()
             yield from ()
 
-        connection = self._held.enter_context(closing(Connection(shard, Credentials(self._token))))
+        connection = self._held.enter_context(closing(Connection(shard, _shows(shard, self._token))))
         connection.write_stream(WRITE, nothing(), Deadline.after_ms(_STREAM_MS))
         self._held.callback(said.set)
 
     def _says(self, shard: str, version: int, token: str) -> str:
         """Says hello to a shard's TCP port, and returns what the refusal says."""
-        with closing(Connection(shard, Credentials(self._token))) as connection:
+        with closing(Connection(shard, _shows(shard, self._token))) as connection:
             offers = connection.ask(SHARD["GetOffers"], GetOffers(), self._soon())
         assert isinstance(offers, Offers)
         (address,) = [offer.address for offer in offers.offers if offer.transport == "tcp"]

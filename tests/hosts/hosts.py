@@ -66,6 +66,7 @@ class Cluster:
             secret = self.kvcluster("head", "token", "--secret")
             (self.folder / "secret").write_text(secret, encoding="utf-8")
             (self.folder / "secret").chmod(0o600)
+            self._certify()
             self.disk.mkdir()
             self.configure(self._more, self._changes)
         except BaseException:
@@ -78,6 +79,15 @@ class Cluster:
         for process in self.processes.values():
             process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _certify(self) -> None:
+        """Makes a certificate that all hosts have, for the names of all of them."""
+        names = [f"--name={address}" for address in {*self.network.addresses.values(), self.address}]
+        command = printed("kvcluster certs issue")[1:]
+        at = command.index("--name")
+        command[at : at + 2] = names
+        self.kvcluster("head", *printed("kvcluster certs init")[1:])
+        self.kvcluster("head", *command)
 
     def configure(self, more: str, changes: Mapping[str, str] | None = None) -> Path:
         """Writes the settings that every host reads."""
@@ -93,6 +103,11 @@ class Cluster:
     def disk(self) -> Path:
         """The folder at which each host has a disk of its own."""
         return self.folder / "disk"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """That of workers and commands: an operator's token, and the authority of the certificates."""
+        return os.environ | {"KVCLUSTER_TOKEN": self.token, "KVCLUSTER_CA_FILE": str(self.folder / "ca.crt")}
 
     # ---------------------------------------------------------------------------------------- processes
 
@@ -139,7 +154,7 @@ class Cluster:
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self.token},
+            env=self.environment,
             timeout=120,
         )
         assert done.returncode == status, done.stdout + done.stderr
@@ -156,7 +171,7 @@ class Cluster:
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self.token},
+            env=self.environment,
             timeout=60,
         )
         found: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
@@ -194,7 +209,7 @@ class Cluster:
             capture_output=True,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self.token},
+            env=self.environment,
             timeout=300,
         )
         assert done.returncode == 0, done.stderr
@@ -218,7 +233,8 @@ class Cluster:
 
     def _here(self, text: str) -> str:
         """The text with the paths of this run, and the head's address."""
-        return re.sub(r"\bHEAD\b", self.address, text.replace("/etc/kvcluster", str(self.folder)))
+        text = text.replace("/etc/kvcluster", str(self.folder)).replace("/root/kvcluster-ca", f"{self.folder}/ca")
+        return re.sub(r"\bHEAD\b", self.address, text)
 
 
 def _own_disk(own: Path, disk: Path) -> list[str]:

@@ -178,7 +178,7 @@ class MeteredCluster:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=os.environ | {"KVCLUSTER_TOKEN": self.cluster.token},
+            env=self.cluster.environment,
         ) as process:
             yield WorkerProcess(process)
 

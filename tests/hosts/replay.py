@@ -57,7 +57,8 @@ def start_worker(
 def replayed(cluster: Cluster, host: str, prompts: int) -> Iterator[list[Round]]:
     """Replays so many prompts on that host, as `replaying` does."""
     enter = partial(cluster.network.command, host)
-    with replaying(start_worker(enter, f"{cluster.address}:7070", cluster.token, "replay", 0, prompts)) as rounds:
+    worker = start_worker(enter, f"{cluster.address}:7070", cluster.environment, "replay", 0, prompts)
+    with replaying(worker) as rounds:
         yield rounds
 
 

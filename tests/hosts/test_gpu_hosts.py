@@ -162,7 +162,7 @@ def worker(cluster: Cluster, host: str) -> Iterator[Worker]:
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"KVCLUSTER_TOKEN": cluster.token},
+        env=cluster.environment,
     ) as process:
         try:
             yield Worker(process)
