@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -134,9 +135,9 @@ class CoordinatorActor:
 
     def scheduled(self, waiting: list[str], orphans: list[tuple[str, str]], shards: list[str]) -> None:
         """Takes what the reconciler saw in its last pass, for the status, and adds why the newest token file is not in
-        use, if it is not."""
-        if stale := self._auth.trouble():
-            waiting = [stale, *waiting]
+        use, if it is not, and what is to be done about this process's certificate."""
+        certificate = "" if self._certificates is None else self._certificates.warning(time.time())
+        waiting = [*filter(None, (self._auth.trouble(), certificate)), *waiting]
         self._host.tell(schedule_of(waiting, orphans, shards))
 
     def draining(self) -> list[str]:

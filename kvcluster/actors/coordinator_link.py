@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import NamedTuple
 
@@ -47,14 +48,26 @@ class _Announced(NamedTuple):
     server_name: str = ""
 
 
+def _does_nothing() -> None:
+    """As CoordinatorLink's `renewed`."""
+
+
 class CoordinatorLink:
     """A shard's connection to its coordinator, which may start again elsewhere: the address is looked up again when the
     connection fails. One thread reports; any may ask for credentials, and close.
 
     `proves`: what this shard shows to get a credential of its own. All else is done with that."""
 
-    def __init__(self, cluster: str, proves: Credentials, epoch: Epoch, proof: ShardProof) -> None:
-        self._cluster = cluster
+    def __init__(
+        self,
+        cluster: str,
+        proves: Credentials,
+        epoch: Epoch,
+        proof: ShardProof,
+        renewed: Callable[[], object] = _does_nothing,
+    ) -> None:
+        """`renewed` is called with each new credential, before the first report with it."""
+        self._cluster, self._renewed = cluster, renewed
         self._proves, self._epoch, self._proof = proves, epoch, proof
         self._at = self._announced = _Announced()
         self._lookup: threading.Thread | None = None
@@ -112,6 +125,7 @@ class CoordinatorLink:
             self._at.address, Credentials(token, self._proves.certificates, self._at.server_name)
         )
         self._renew_at = time.monotonic() + RENEW_S
+        self._renewed()
 
     def _issued(self, audience: Epoch, deadline: Deadline) -> tuple[str, float]:
         """Returns a token for that audience, and for how many seconds it holds. Raises Unavailable or

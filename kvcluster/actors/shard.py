@@ -84,7 +84,8 @@ class ShardActor:
         certificates = wait(lambda: own_certificates(config, ROLE))
         epoch, proof = next_epoch(cluster, shard), ShardProof()
         proves = Credentials(None if certificates else secret, certificates)
-        self._coordinator = CoordinatorLink(cluster, proves, epoch, proof)
+        self._certificates = certificates
+        self._coordinator = CoordinatorLink(cluster, proves, epoch, proof, self._look_at_certificate)
         auth = authenticator(config, secret, epoch_of=proof.epoch_of, restarted=patient)
         self._metrics: MetricsServer | None = None
         self._location = locate_server(config.server.socket_dir)
@@ -147,6 +148,12 @@ class ShardActor:
         self._host.close()
         self._coordinator.close()
         self._garbage.close()
+
+    def _look_at_certificate(self) -> None:
+        """Has the shard report what is to be done about its certificate."""
+        if self._certificates is not None:
+            warning = self._certificates.warning(time.time())
+            self._host.inspect(lambda: setattr(self._host.core, "warning", warning))
 
     def _open_source(self, shard: ShardAddress) -> Transport:
         credentials = self._coordinator.credentials_for(shard)

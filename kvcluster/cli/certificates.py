@@ -5,8 +5,8 @@ has the name of the cluster, so that nothing besides its two files says for whic
 
 What a process may do is in the URIs of its certificate, one for each role: `kvcluster://CLUSTER/coordinator`,
 `.../shard`, `.../operator`, `.../events` or `.../tenant/NAME`. Where it is found is in its DNS names and IP addresses.
-The invariant: a certificate is renewed for the roles and names that it has, and only beside its own key, because certificates are
-public and a copy of one must earn its bearer nothing.
+The invariant: a certificate is renewed for the roles and names that it has, and only beside its own key, because
+certificates are public and a copy of one must earn its bearer nothing.
 
 Nothing else imports `cryptography`, and servers need it for nothing (docs/adr/0102).
 """
@@ -111,8 +111,8 @@ def read_authority(certificate: bytes, key: bytes) -> CertAuthority:
 
 def subject_of(roles: Sequence[str], tenant: str | None, names: Sequence[str]) -> CertSubject:
     """Returns what a certificate of these roles is for: coordinator, shard, operator, events, tenant. Raises
-    ConfigError if that cannot be: a tenant is missing or has no valid name, or a name is neither a DNS name nor an IP address, or is
-    missing for a server."""
+    ConfigError if that cannot be: a tenant is missing or has no valid name, or a name is neither a DNS name nor an IP
+    address, or is missing for a server."""
     if ("tenant" in roles) != (tenant is not None):
         raise ConfigError("--role tenant and --tenant NAME belong together: give both or neither")
     if tenant is not None and not TENANT.fullmatch(tenant):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -38,8 +39,10 @@ from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.memory import native
 from kvcluster.transfers.coordinator_client import GrpcPort
+from kvcluster.transport.addresses import host_of, split_address
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.certificates import COORDINATOR, SHARD, examine_server
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.path_selector import Opener, not_offered, not_taken, opened, said, try_path
@@ -141,6 +144,7 @@ def examine(
         "socket_dir": location.socket_dir,
         "kernels": native.name(),
         "coordinator": coordinator,
+        "tls": _examine_tls(address, credentials, COORDINATOR),
         "shards": shards,
         "cluster": _examine_cluster(address, credentials, status, shards),
     }
@@ -149,6 +153,28 @@ def examine(
 
 
 _OF_NO_TENANT = "of an operator without a tenant"
+
+
+def _examine_tls(address: str, credentials: Credentials, role: str) -> dict[str, Any] | None:
+    """Returns what a server shows within TLS, or why it shows nothing that is accepted; None in the clear."""
+    if credentials.certificates is None:
+        return None
+    name = credentials.server_name or host_of(address)
+    found: dict[str, Any] = {"name": name, "version": None, "cipher": None, "expires_s": None, "names": [], "why": None}
+    try:
+        connected = socket.create_connection(split_address(address), timeout=PATIENCE_MS / 1e3)
+        deadline = Deadline.after_ms(PATIENCE_MS)
+        shown = examine_server(connected, name, credentials.certificates, deadline, role=role)
+    except (OSError, KVClusterError) as error:
+        return found | {"why": said(error) if isinstance(error, KVClusterError) else str(error)}
+    names = [*shown.names.dns, *shown.names.addresses]
+    return found | {
+        "version": shown.version,
+        "cipher": shown.cipher,
+        "expires_s": shown.names.expires_s,
+        "names": names,
+    }
+
 
 # ------------------------------------------------------------------------------------------ the coordinator
 
@@ -254,8 +280,15 @@ def _examine_shard(
                 tried = _examine_paths(shard, control, credentials, openers, location)
         except ConfigError as error:
             why = said(error)
+    tls = None if why is not None else _examine_tls(shard["address"], credentials, SHARD)
     works = [path["transport"] for path in tried if path["works"]]
-    return found | {"reachable": "grpc" in works, "chosen": next(iter(works), None), "transports": tried, "why": why}
+    return found | {
+        "reachable": "grpc" in works,
+        "chosen": next(iter(works), None),
+        "transports": tried,
+        "why": why,
+        "tls": tls,
+    }
 
 
 def _examine_paths(

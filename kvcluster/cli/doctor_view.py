@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text
@@ -41,11 +42,37 @@ def _add_coordinator(page: TextPage, found: dict[str, Any]) -> None:
         coordinator["state"] or "",
     ]
     page.say(", ".join(filter(None, said)), label=f"{found['address']}  ", tone=Tone.HEAD)
+    _add_tls(page, found)
     if coordinator["why"] is not None:
         page.say(coordinator["why"])
         page.say(coordinator["advice"], label=_TO_DO)
     for line in coordinator["apart"]:
         page.say(line, label="never shared: ", tone=Tone.WARNING)
+
+
+_WARNED_DAYS = 14
+_DAY_S = 86_400
+
+
+def _add_tls(page: TextPage, found: dict[str, Any]) -> None:
+    """Adds what the coordinator and the shards show within TLS, a line for those that show the same."""
+    shown = {"coordinator": found["tls"]} | {shard["shard"]: shard["tls"] for shard in found["shards"]}
+    lines: dict[tuple[str, Tone], list[str]] = {}
+    for who, tls in shown.items():
+        if tls is not None:
+            lines.setdefault(_tls_text(tls), []).append(who)
+    for (text, tone), those in lines.items():
+        page.say(f"{text} ({', '.join(those)})", label="TLS: ", tone=tone)
+
+
+def _tls_text(tls: dict[str, Any]) -> tuple[str, Tone]:
+    if tls["why"] is not None:
+        return tls["why"], Tone.BAD
+    days = (tls["expires_s"] - time.time()) / _DAY_S
+    text = f"{tls['version']}, {tls['cipher']}, verified as {tls['name']}, {counted(int(days), 'day')} left"
+    if days >= _WARNED_DAYS:
+        return text, Tone.GOOD
+    return f"{text}: replace its certificate, which is then read again (`kvcluster certs renew`)", Tone.WARNING
 
 
 def _rows(shard: dict[str, Any]) -> list[list[str | TableCell]]:

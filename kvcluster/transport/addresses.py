@@ -52,6 +52,11 @@ def host_of(address: str) -> str:
     return address.rpartition(":")[0].strip("[]")
 
 
+def split_address(address: str) -> tuple[str, int]:
+    """Returns the host, without the brackets of IPv6, and the port."""
+    return host_of(address), int(address.rpartition(":")[2])
+
+
 def is_on_loopback(address: str) -> bool:
     """Whether only processes of this machine can reach this address."""
     return is_loopback(host_of(address))

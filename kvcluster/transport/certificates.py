@@ -43,6 +43,10 @@ SCHEME = "kvcluster://"
 COORDINATOR, SHARD, OPERATOR, EVENTS = "coordinator", "shard", "operator", "events"
 TENANT = "tenant/"
 
+_DAY_S = 86_400
+WARNED_S = 14 * _DAY_S
+"""How long before the end of a certificate its operator is told."""
+
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2; those of 1.3 are all as good."""
 
@@ -130,6 +134,19 @@ class Certificates:
         """Returns why the newest version of the files is not in use, as it could not be used; "" if it is."""
         self.now()
         return f"{self._why}. The certificates that were read before stay in use" if self._why else ""
+
+    def warning(self, now_s: float) -> str:
+        """Returns what an operator should do: if the newest files are not in use, or the certificate ends within
+        WARNED_S of this Unix time; "" if nothing is to be done."""
+        if trouble := self.trouble():
+            return trouble
+        own = self._loaded.own
+        left_s = own.expires_s - now_s if own is not None else WARNED_S
+        if own is None or left_s >= WARNED_S:
+            return ""
+        when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(own.expires_s))
+        ends = f"ends in {left_s / _DAY_S:.0f} days, at {when}" if left_s > 0 else f"has ended, at {when}"
+        return f"the certificate {self.files.cert} {ends}: replace the files, which are then read again"
 
     def channel(self) -> grpc.ChannelCredentials:
         """Returns what gRPC needs to connect to a server, with this process's certificate if it has one."""
@@ -250,6 +267,24 @@ def connect_tls(
 def check_server(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> None:
     """Verifies a coordinator at the other end, and closes the socket. Raises as `connect_tls`."""
     connect_tls(connected, name, certificates, deadline, role=COORDINATOR).close()
+
+
+class ServerTls(NamedTuple):
+    """What a handshake with a server has shown. `version`, `cipher`: as OpenSSL calls them."""
+
+    version: str
+    cipher: str
+    names: CertificateNames
+
+
+def examine_server(
+    connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline, *, role: str
+) -> ServerTls:
+    """Returns what a server shows, and closes the socket. Raises as `connect_tls`."""
+    with closing(connect_tls(connected, name, certificates, deadline, role=role)) as wrapped:
+        cipher = wrapped.cipher()
+        shown = certificate_of(wrapped) or CertificateNames()
+        return ServerTls(str(wrapped.version()), cipher[0] if cipher else "", shown)
 
 
 def speaks_tls(connected: socket.socket, deadline: Deadline) -> bool:

@@ -83,10 +83,10 @@ class Cluster:
     def _certify(self) -> None:
         """Makes a certificate that all hosts have, for the names of all of them."""
         names = [f"--name={address}" for address in {*self.network.addresses.values(), self.address}]
-        command = printed("kvcluster certs issue")[1:]
+        command = printed("kvcluster certs issue /root/kvcluster-ca")[1:]
         at = command.index("--name")
         command[at : at + 2] = names
-        self.kvcluster("head", *printed("kvcluster certs init")[1:])
+        self.kvcluster("head", *printed("kvcluster certs init /root/kvcluster-ca")[1:])
         self.kvcluster("head", *command)
 
     def configure(self, more: str, changes: Mapping[str, str] | None = None) -> Path:
@@ -95,6 +95,10 @@ class Cluster:
         for old, new in {**self._changes, **(changes or {})}.items():
             assert old in text, f"the document does not print {old!r}"
             text = text.replace(old, new)
+        own = re.search(r"\[ray\]\n(.*?)(?=\n\[|\Z)", more, re.DOTALL)
+        if own is not None:  # the document has that section, and a file has it once
+            more = more.replace(own[0], "", 1)
+            text = text.replace("[ray]\n", f"[ray]\n{own[1]}\n", 1)
         path = self.folder / "cluster.toml"
         path.write_text(self._here(text + more), encoding="utf-8")
         return path

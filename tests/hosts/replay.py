@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,9 +38,10 @@ def replaying(process: subprocess.Popen[str]) -> Iterator[list[Round]]:
 
 
 def start_worker(
-    enter: Callable[[Sequence[str]], list[str]], address: str, token: str, *arguments: object
+    enter: Callable[[Sequence[str]], list[str]], address: str, environment: Mapping[str, str], *arguments: object
 ) -> subprocess.Popen[str]:
-    """Starts tests/hosts/worker.py. `enter`: makes of a command line one that runs it where the worker is to be."""
+    """Starts tests/hosts/worker.py. `enter`: makes of a command line one that runs it where the worker is to be.
+    `environment`: its own, all of it."""
     command = [sys.executable, "-m", "tests.hosts.worker", address, *map(str, arguments)]
     return subprocess.Popen(
         enter(command),
@@ -49,7 +49,7 @@ def start_worker(
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"KVCLUSTER_TOKEN": token},
+        env=environment,
     )
 
 

@@ -7,6 +7,7 @@ Needs the environment of `make chart`, which renders, and root. The tests of one
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -61,7 +62,8 @@ class Release:
 
     def worker(self, client: str, *arguments: object) -> subprocess.Popen[str]:
         """Runs tests/hosts/worker.py where that client is."""
-        return start_worker(partial(self.kubelet.command, client), ADDRESS, self.token, *arguments)
+        environment = os.environ | {"KVCLUSTER_TOKEN": self.token, "KVCLUSTER_ENCRYPTION": "none"}
+        return start_worker(partial(self.kubelet.command, client), ADDRESS, environment, *arguments)
 
     def work(self, client: str, *arguments: object) -> dict[str, Any]:
         """Runs it to its end, and returns what it says."""

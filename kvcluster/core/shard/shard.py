@@ -98,6 +98,8 @@ class Shard:
         self._address, self._host, self._server_name = address, host, server_name
         self.offers = Offers(epoch)
         """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
+        self.warning = ""
+        """What an operator should know of the process. The shell sets it between two steps."""
         self._process = process or ProcessInfo()
         self.state = state = ShardState(
             *(shard, epoch, config, found),
@@ -339,7 +341,7 @@ class Shard:
             counters=tuple(self.state.counters.items()),
             draining=self.state.draining,
             others=self.pool.others(self._pins.wanted_bytes),
-            trouble=self._trouble,
+            trouble="; ".join(filter(None, (self._trouble, self.warning))),
             writing_bytes=self.pool.writing_bytes[INGEST],
             **self._process._asdict(),
             protocol=PROTOCOL_VERSION,
