@@ -25,8 +25,8 @@ class Issued:
     files: CertificateFiles
     fingerprint: str
 
-    def certificates(self, *, client_certificates: bool = False) -> Certificates:
-        return Certificates(self.files, client_certificates=client_certificates)
+    def certificates(self) -> Certificates:
+        return Certificates(self.files)
 
 
 class Authority:
@@ -45,7 +45,7 @@ class Authority:
             .public_key(self._key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - 30 * DAY)
-            .not_valid_after(now + 30 * DAY)
+            .not_valid_after(now + 90 * DAY)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .sign(self._key, hashes.SHA256())
         )
@@ -62,7 +62,7 @@ class Authority:
         *roles: str,
         names: tuple[str, ...] = ("127.0.0.1",),
         cluster: str = CLUSTER,
-        days: float = 5,
+        days: float = 60,
         ago: float = 1,
     ) -> Issued:
         """Issues a certificate with these roles ("shard", "tenant/me") and DNS names or addresses, which was valid for

@@ -40,7 +40,7 @@ from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
-from kvcluster.runtime.shard_credentials import ShardProof
+from kvcluster.runtime.shard_credentials import ShardCredentials
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
@@ -82,16 +82,16 @@ class ShardActor:
         self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
         certificates = wait(lambda: own_certificates(config, ROLE))
-        epoch, proof = next_epoch(cluster, shard), ShardProof()
+        epoch = next_epoch(cluster, shard)
         proves = Credentials(None if certificates else secret, certificates)
-        self._certificates = certificates
-        self._coordinator = CoordinatorLink(cluster, proves, epoch, proof, self._look_at_certificate)
-        auth = authenticator(config, secret, epoch_of=proof.epoch_of, restarted=patient)
+        self._certificates, self._credentials = certificates, ShardCredentials(epoch, proves)
+        self._coordinator = CoordinatorLink(cluster, self._credentials, self._look_at_certificate)
+        auth = authenticator(config, secret, epoch_of=self._credentials.epoch_of, restarted=patient)
         self._metrics: MetricsServer | None = None
         self._location = locate_server(config.server.socket_dir)
         self._probe = PeerProbe(
             *(lambda: self._facts(config), lambda: self._coordinator.clock),
-            self._coordinator.credentials_for,
+            self._credentials.to_shard,
             self._location,
         )
         # The server is bound before the core exists, because the core needs to know its own address.
@@ -156,7 +156,7 @@ class ShardActor:
             self._host.inspect(lambda: setattr(self._host.core, "warning", warning))
 
     def _open_source(self, shard: ShardAddress) -> Transport:
-        credentials = self._coordinator.credentials_for(shard)
+        credentials = self._credentials.to_shard(shard)
         return choose(shard, credentials, self._next_attempt, self._location, takes=self._takes)
 
     def _facts(self, config: Config) -> ProcessFacts:

@@ -21,18 +21,31 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Epoch
-from kvcluster.core.messages import IssueCredential, IssuedCredential, Refused, RefusedKind
+from kvcluster.core.messages import IssueCredential, IssuedCredential, Refused, RefusedKind, ShardAddress
 from kvcluster.core.messages.reports import PROOF_BYTES, TO_COORDINATOR
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import ProtocolError, VersionError
+from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.credentials import Credentials
+from kvcluster.transport.rpc import Connection
+from kvcluster.wire.methods import COORDINATOR
 
 VALID_S = 600.0
 RENEW_S = VALID_S / 2
 
 PREFIX = "shard."
 """With which the tokens of shards begin. Those of `kvcluster token` have no dot."""
+
+_PEERS = 256
+"""Other shards whose credentials are kept."""
+
+_ASK_MS = 2_000
+"""How long a shard waits for a credential for another one."""
 
 _DIGITS = 20
 _TOKENS = 4
@@ -102,24 +115,76 @@ class CredentialIssuer:
         return epoch if until is not None and self._clock() < until else None
 
 
-class ShardProof:
-    """The part of a shard: its proof, and what others show to it. `generation` is set by one thread."""
+class ShardCredentials:
+    """The part of one incarnation of a shard: the credentials that it gets, and what others show to it. One thread
+    reports; any may ask for the rest.
 
-    def __init__(self) -> None:
-        self.proof = secrets.token_bytes(PROOF_BYTES)
-        self.generation = 0
-        """How often it has been issued a credential for the coordinator."""
+    `proves`: what it shows to get a credential of its own, to a coordinator whose certificate it verifies by the same.
+    A coordinator, or another shard, of the release before knows nothing of this and is shown `proves` itself."""
+
+    def __init__(self, epoch: Epoch, proves: Credentials, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._epoch, self._proves, self._clock = epoch, proves, clock
+        self._proof = secrets.token_bytes(PROOF_BYTES)
+        self._generation = 0
+        self._at = self._server_name = ""
+        self._peers: dict[Epoch, tuple[str, float]] = {}
+        self._lock = threading.Lock()
 
     def epoch_of(self, token: str) -> Epoch | None:
-        """Returns the incarnation that shows this token; None if it was not made for this shard, or its time is
+        """Returns the incarnation that shows this token to this shard; None if it was not made for it, or its time is
         over."""
         epoch = epoch_in(token)
         if epoch is None:
             return None
-        near = range(max(0, self.generation - 1), self.generation + 2)
+        near = range(max(0, self._generation - 1), self._generation + 2)
         shown = token.encode()
-        fits = [hmac.compare_digest(shown, token_for(self.proof, number, epoch).encode()) for number in near]
+        fits = [hmac.compare_digest(shown, token_for(self._proof, number, epoch).encode()) for number in near]
         return epoch if any(fits) else None
+
+    def to_report(self, address: str, server_name: str, deadline: Deadline) -> Credentials:
+        """Returns a new credential for reports, from the coordinator at that address, which `to_shard` asks from then
+        on. Its certificate must have that name. Raises Unavailable or KVClusterError."""
+        self._at, self._server_name = address, server_name
+        answer = self._asked(IssueCredential(self._epoch, self._proof, self._generation + 1), deadline)
+        if isinstance(answer, Refused):
+            raise Unavailable(Miss(MissReason.SHARD_LOST, answer.detail))
+        self._generation += 1
+        return self._with(answer.token if answer is not None else self._proves.token, server_name)
+
+    def to_shard(self, shard: ShardAddress) -> Credentials:
+        """Returns what this shard shows to another one. Raises Unavailable or KVClusterError."""
+        with self._lock:
+            token, until = self._peers.get(shard.epoch, ("", 0.0))
+        if self._clock() < until:
+            return self._with(token, shard.server_name)
+        answer = self._asked(IssueCredential(self._epoch, self._proof, 0, shard.epoch), Deadline.after_ms(_ASK_MS))
+        if not isinstance(answer, IssuedCredential):
+            if answer is not None and not self._proves.token:
+                raise Unavailable(Miss(MissReason.SHARD_LOST, answer.detail))
+            return self._with(self._proves.token, shard.server_name)
+        with self._lock:
+            while len(self._peers) >= _PEERS:
+                del self._peers[next(iter(self._peers))]
+            self._peers[shard.epoch] = answer.token, self._clock() + answer.valid_ns / 2e9
+        return self._with(answer.token, shard.server_name)
+
+    def _with(self, token: str | None, server_name: str) -> Credentials:
+        return Credentials(token, self._proves.certificates, server_name)
+
+    def _asked(self, question: IssueCredential, deadline: Deadline) -> IssuedCredential | Refused | None:
+        """Returns the coordinator's answer; None from one that issues no credentials."""
+        shows = self._with(self._proves.token, self._server_name)
+        with closing(Connection(self._at, shows)) as connection:
+            try:
+                answer = connection.ask(COORDINATOR["IssueCredential"], question, deadline)
+            except VersionError:
+                raise
+            except ProtocolError:
+                if not self._proves.token:
+                    raise
+                return None
+        assert isinstance(answer, (IssuedCredential, Refused)), "the method has no other answer"
+        return answer
 
 
 def _digest(token: str) -> bytes:

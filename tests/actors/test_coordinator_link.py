@@ -18,7 +18,7 @@ from kvcluster.core.messages import Reply, Report, ReportAck, Request, ShardAddr
 from kvcluster.errors import CredentialError, Unreachable
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer
-from kvcluster.runtime.shard_credentials import CredentialIssuer, ShardProof
+from kvcluster.runtime.shard_credentials import CredentialIssuer, ShardCredentials
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.credentials import Credentials
 
@@ -56,8 +56,12 @@ def report(epoch: int) -> Report:
     return Report(info, Epoch(0), 1)
 
 
-def link_of(epoch: int, secret: str = SECRET, proof: ShardProof | None = None) -> CoordinatorLink:
-    return CoordinatorLink("kvcluster", Credentials(secret), Epoch(epoch), proof or ShardProof())
+def credentials_of(epoch: int, secret: str = SECRET) -> ShardCredentials:
+    return ShardCredentials(Epoch(epoch), Credentials(secret))
+
+
+def link_of(epoch: int, secret: str = SECRET, credentials: ShardCredentials | None = None) -> CoordinatorLink:
+    return CoordinatorLink("kvcluster", credentials or credentials_of(epoch, secret))
 
 
 def announce(monkeypatch: pytest.MonkeyPatch, *address: str) -> None:
@@ -106,12 +110,12 @@ def test_no_other_process_gets_the_credential_of_an_incarnation(
 
 def test_a_shard_shows_another_what_only_that_one_accepts(served: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, served.server.address)
-    proofs = {epoch: ShardProof() for epoch in (7, 8, 9)}
-    links = {epoch: link_of(epoch, proof=proof) for epoch, proof in proofs.items()}
+    proofs = {epoch: credentials_of(epoch) for epoch in (7, 8, 9)}
+    links = {epoch: link_of(epoch, credentials=proof) for epoch, proof in proofs.items()}
     for epoch, link in links.items():
         link.report(report(epoch), soon())
-    shown = links[7].credentials_for(ShardAddress(ShardId("shard-1"), Epoch(8), "127.0.0.1:1", "", "its.name"))
-    assert shown.token is not None and shown.token == links[7].credentials_for(_shard(8)).token, "kept"
+    shown = proofs[7].to_shard(ShardAddress(ShardId("shard-1"), Epoch(8), "127.0.0.1:1", "", "its.name"))
+    assert shown.token is not None and shown.token == proofs[7].to_shard(_shard(8)).token, "kept"
     assert proofs[8].epoch_of(shown.token) == 7 and proofs[9].epoch_of(shown.token) is None
     assert Authenticator({}, "", epoch_of=proofs[8].epoch_of).caller(shown.token) == Caller(*("", True), epoch=Epoch(7))
     assert proofs[8].epoch_of(shown.token.replace("shard.7.", "shard.9.")) is None, "of no other incarnation"
@@ -123,11 +127,11 @@ def test_what_was_shown_ends_when_the_other_shard_has_had_two_new_credentials(
     served: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announce(monkeypatch, served.server.address)
-    proof = ShardProof()
-    with closing(link_of(7)) as asks, closing(link_of(8, proof=proof)) as accepts:
+    mine, proof = credentials_of(7), credentials_of(8)
+    with closing(link_of(7, credentials=mine)) as asks, closing(link_of(8, credentials=proof)) as accepts:
         accepts.report(report(8), soon())
         asks.report(report(7), soon())
-        token = asks.credentials_for(_shard(8)).token
+        token = mine.to_shard(_shard(8)).token
         held = []
         for _ in range(3):
             accepts._renew_at = 0.0

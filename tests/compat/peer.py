@@ -24,7 +24,12 @@ import kvcluster
 from kvcluster.config import ClientConfig, ShardConfig, load
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.spec import KVSpec
-from kvcluster.transport.credentials import Credentials
+
+try:
+    from kvcluster.runtime.shard_credentials import CredentialIssuer, ShardCredentials
+    from kvcluster.transport.credentials import Credentials
+except ImportError:  # a release in which shards show the secret itself
+    CredentialIssuer = ShardCredentials = None
 
 SECRET = os.environ.get("KVCLUSTER_PEER_SECRET", "between the processes of these tests")
 HOST = os.environ.get("KVCLUSTER_PEER_HOST", "127.0.0.1")
@@ -103,9 +108,16 @@ def coordinator(shards: str) -> None:
     about = about_process(CoordinatorHost, node="node-c", release=kvcluster.__version__, config_hash="c0ffee")
     host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=lambda leave: None, **about)
     calls = CallMetrics(COORDINATOR)
-    reports = frozenset({"Report", "Inventory"})
-    handlers = unary_handlers(COORDINATOR, host.ask, reports, metrics=calls)
-    server = GrpcServer(handlers, Authenticator(None, SECRET), "127.0.0.1", 0, 8, metrics=calls)
+    reports, issuing = frozenset({"Report", "Inventory"}), frozenset({"IssueCredential"})
+    asked = {name: method for name, method in COORDINATOR.items() if name not in issuing}
+    handlers = unary_handlers(asked, host.ask, reports, metrics=calls)
+    more: dict[str, Any] = {}
+    if CredentialIssuer is not None:
+        issuer = CredentialIssuer()
+        more["epoch_of"] = issuer.epoch_of
+        methods = {name: COORDINATOR[name] for name in issuing}
+        handlers |= unary_handlers(methods, lambda build, *_: issuer.issue(build(0).question), issuing, metrics=calls)
+    server = GrpcServer(handlers, Authenticator(None, SECRET, **more), "127.0.0.1", 0, 8, metrics=calls)
     host.start()
     server.start()
 
@@ -140,14 +152,34 @@ def shard(name: str, reports_to: str) -> None:
     from kvcluster.wire.methods import COORDINATOR, SHARD
 
     config, calls = settings(1), CallMetrics(SHARD)
-    auth = authenticator(config.server, SECRET)
-    upstream, attempts = Connection(reports_to, Credentials(SECRET)), own_attempts()
+    epoch, attempts = Epoch(time.time_ns()), own_attempts()
     failures: list[str] = []
+    if ShardCredentials is None:
+        auth = authenticator(config.server, SECRET)
+        upstream = Connection(reports_to, SECRET)
+
+        def connection(deadline: Any) -> Any:
+            return upstream
+
+        def shows(source: Any) -> Any:
+            return SECRET
+
+    else:
+        own = ShardCredentials(epoch, Credentials(SECRET))
+        auth = authenticator(config, SECRET, epoch_of=own.epoch_of)
+        shows, connections = own.to_shard, []
+
+        def connection(deadline: Any) -> Any:
+            if not connections:
+                connections.append(Connection(reports_to, own.to_report(reports_to, "", deadline)))
+            return connections[0]
 
     def tell(message: Any, deadline: Any) -> Any:
         try:
-            return upstream.ask(COORDINATOR[type(message).__name__], message, deadline)
+            return connection(deadline).ask(COORDINATOR[type(message).__name__], message, deadline)
         except Exception as error:
+            if ShardCredentials is not None:
+                connections.clear()
             failures[:] = [f"{type(error).__name__}: {error}"]
             raise
 
@@ -155,11 +187,11 @@ def shard(name: str, reports_to: str) -> None:
     server = GrpcServer(handlers, auth, HOST, 0, 8, metrics=calls)
     from kvcluster.core.messages import ShardAddress
 
-    me = ShardAddress(ShardId(name), Epoch(time.time_ns()), server.address, socket.gethostname())
+    me = ShardAddress(ShardId(name), epoch, server.address, socket.gethostname())
     about = about_process(ShardHost, node="node-s", release=kvcluster.__version__, config_hash="5bad")
     rest: dict[str, Any] = about | {
         "tell": tell,
-        "open_source": lambda source: choose(source, Credentials(SECRET), attempts),
+        "open_source": lambda source: choose(source, shows(source), attempts),
     }
     rest["on_end"] = lambda leave: None
     if "me" in inspect.signature(ShardHost).parameters:

@@ -48,10 +48,10 @@ class Clock:
 class Handshakes:
     """A server that carries out the handshake with each who connects, and keeps what came of it."""
 
-    def __init__(self, certificates: Certificates) -> None:
+    def __init__(self, certificates: Certificates, *, mutual: bool) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.address = self._listening.getsockname()
-        self._certificates = certificates
+        self._certificates, self._mutual = certificates, mutual
         self.outcomes: list[object] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -62,7 +62,7 @@ class Handshakes:
                 connected, _ = self._listening.accept()
                 with closing(FramedSocket(connected, "a client", None)) as link:
                     try:
-                        self.outcomes.append(link.accept_tls(self._certificates, soon()))
+                        self.outcomes.append(link.accept_tls(self._certificates, soon(), mutual=self._mutual))
                         link.receive(FrameKind.HELLO, deadline=soon())
                     except KVClusterError as error:
                         self.outcomes.append(error)
@@ -81,8 +81,8 @@ class Handshakes:
 def served(authority: Authority) -> Iterator[Callable[[Issued], Handshakes]]:
     started: list[Handshakes] = []
 
-    def serve(issued: Issued, *, client_certificates: bool = False) -> Handshakes:
-        started.append(Handshakes(issued.certificates(client_certificates=client_certificates)))
+    def serve(issued: Issued, *, mutual: bool = False) -> Handshakes:
+        started.append(Handshakes(issued.certificates(), mutual=mutual))
         return started[-1]
 
     yield serve
@@ -177,7 +177,7 @@ def test_a_server_is_accepted_by_its_role(authority: Authority, served: Callable
 def test_a_client_shows_its_certificate_where_it_is_asked_for_one(
     authority: Authority, served: Callable[..., Handshakes], tmp_path: Path
 ) -> None:
-    server = served(authority.issue("s", "shard"), client_certificates=True)
+    server = served(authority.issue("s", "shard"), mutual=True)
     mine = authority.issue("me", "tenant/me", names=())
     connect_tls(server.connected(), "127.0.0.1", mine.certificates(), soon()).close()
     without = connect_tls(server.connected(), "127.0.0.1", authority.client(), soon())
