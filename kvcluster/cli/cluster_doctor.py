@@ -142,7 +142,9 @@ def _silent(shard: Mapping[str, Any]) -> dict[str, Any]:
 def _degraded(shard: Mapping[str, Any]) -> dict[str, Any]:
     what = f"{shard['shard']} is degraded: {shard['trouble']}"
     return _problem(
-        what, "mend what it names; a shard without one of its tiers is then restarted, and until then pages go to the others", severe=True
+        what,
+        "mend what it names; a shard without one of its tiers is then restarted, and until then pages go to the others",
+        severe=True
     )
 
 

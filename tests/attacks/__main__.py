@@ -26,12 +26,15 @@ from typing import Any
 import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.runtime.auth import new_token, token_line
+from kvcluster.transport.credentials import CA_FILE
 from tests.attacks.attackers import ATTACKS, look
 from tests.attacks.verdict import Outcome, Sample, table
+from tests.authority import Authority
 from tests.ports import free_port
 
 TURNS = 3
 _SHARDS = 2
+_NAME = "attacked"
 _SETTLE_S = 2.0
 _MEMORY_S = 60.0
 _BEGIN_S = 60.0
@@ -140,26 +143,45 @@ class Stage:
 
 
 @contextmanager
-def stage() -> Iterator[Stage]:
-    """A cluster of two shards with tokens of three tenants, and the honest tenant at work."""
+def stage(*, tls: bool = False) -> Iterator[Stage]:
+    """A cluster of two shards with tokens of three tenants, and the honest tenant at work. With `tls` all of it is
+    within TLS, by certificates that are made for it."""
     tokens = {tenant: new_token() for tenant in ("honest", "attacker", "bystander")}
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         file = Path(folder, "tokens")
         file.write_text("".join(token_line(token, tenant) + "\n" for tenant, token in tokens.items()), encoding="utf-8")
         events, port = f"tcp://127.0.0.1:{free_port()}", free_port()
-        config = {
+        config: dict[str, Any] = {
             "server": {"token_file": str(file), "transports": ["tcp", "grpc"]},
             "events": {"endpoint": events},
             "metrics": {"port": port},
         }
+        if tls:
+            issued = Authority(Path(folder)).issue("node", "coordinator", "shard", cluster=_NAME)
+            files = {"ca_file": issued.files.ca, "cert_file": issued.files.cert, "key_file": issued.files.key}
+            config |= {"name": _NAME, "security": {"encryption": "tls", **files}}
         metrics = tuple(f"127.0.0.1:{port + at}" for at in range(1 + _SHARDS))
-        with kvcluster.local(shards=_SHARDS, ram_bytes="64MiB", config=config) as cluster:
+        with (
+            environment({CA_FILE: issued.files.ca} if tls else {}),
+            kvcluster.local(shards=_SHARDS, ram_bytes="64MiB", config=config) as cluster,
+        ):
             honest = Honest(cluster.address, metrics, tokens["honest"])
             try:
                 honest.wait()
                 yield Stage(cluster, honest, asdict(look(cluster.address, tokens["attacker"], events, metrics)))
             finally:
                 honest.end()
+
+
+@contextmanager
+def environment(more: dict[str, str]) -> Iterator[None]:
+    """Within the block, processes that start have these variables, too."""
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name in more:
+            del os.environ[name]
 
 
 def _start(module: str, argument: str) -> subprocess.Popen[str]:
@@ -191,9 +213,10 @@ def main() -> int:
         "--minutes", type=float, default=3.0, help="of each attack, in turns with a sixth as many of its control (3)"
     )
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="these attacks alone")
+    parser.add_argument("--tls", action="store_true", help="a cluster that speaks TLS (default: in the clear)")
     options = parser.parse_args()
     outcomes = []
-    with stage() as played:
+    with stage(tls=options.tls) as played:
         for name in options.only:
             outcomes.append(played.play(name, options.minutes * 60))
             print(table(outcomes[-1:]), flush=True)

@@ -52,14 +52,14 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.spec import KVSpec
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import CHANNEL_OPTIONS, Connection
 from kvcluster.wire import frames, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.versions import METADATA
 from tests.attacks.attend_attackers import long_computes, long_questions, long_registrations, made_up_spans
-from tests.attacks.http_attackers import dialled, drips, scrapes
+from tests.attacks.http_attackers import drips, scrapes
+from tests.attacks.reach import HELLO, channel, dialled, dialled_within, shows
 from tests.attacks.setting import LONG, SPEC, TINY, kv, prompt
 
 MOST = 50_000_000
@@ -68,7 +68,7 @@ _HELD = 3_900
 _IN_FLIGHT = 64
 _PAUSE_S = 0.02
 _PATIENT = Deadline.after_ms(600_000)
-_HANDSHAKES = (b"", b"PRI * HTTP/2.0\r\n", b"\x00", bytes(64), b"GET / HTTP/1.1\r\n\r\n")
+_HANDSHAKES = (b"", b"PRI * HTTP/2.0\r\n", b"\x00", bytes(64), b"GET / HTTP/1.1\r\n\r\n", HELLO)
 _CONFIG = ClientConfig(deadline_ms=60_000, connect_ms=60_000)
 
 _WRITERS = 16
@@ -137,7 +137,7 @@ def _header_streams(target: Target) -> Iterator[Act]:
 
     with ExitStack() as house:
         begin: dict[str, Any] = {
-            address: house.enter_context(grpc.insecure_channel(address, CHANNEL_OPTIONS)).stream_unary(path)
+            address: house.enter_context(channel(address, CHANNEL_OPTIONS)).stream_unary(path)
             for address in target.servers
         }
 
@@ -168,6 +168,19 @@ def _handshakes(target: Target) -> Iterator[Act]:
         with dialled((*target.servers, *target.sockets)[at % (len(target.servers) + len(target.sockets))]) as link:
             link.sendall(_HANDSHAKES[at % len(_HANDSHAKES)])
         return 1
+
+    yield act
+
+
+@contextmanager
+def _whole_handshakes(target: Target) -> Iterator[Act]:
+    """Whole handshakes of TLS, one after the other; nothing is sent after them."""
+    addresses = (*target.servers, *target.sockets, *target.metrics)
+    numbers = count()
+
+    def act() -> int:
+        with dialled_within(addresses[next(numbers) % len(addresses)]):
+            return 1
 
     yield act
 
@@ -358,7 +371,7 @@ def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> It
             shard: ask(shard, target.token, SHARD["Attach"], AttachShard(spec), AttachedShard)
             for shard in target.shards
         }
-        connections = {shard: Connection(shard, Credentials(target.token)) for shard in target.shards}
+        connections = {shard: Connection(shard, shows(target.token)) for shard in target.shards}
         for connection in connections.values():
             house.callback(connection.close)
         house.callback(stop.set)
@@ -447,6 +460,7 @@ def _tables(target: Target) -> Iterator[Act]:
 ATTACKS: Mapping[str, Attack] = {
     "streams": Attack("calls without a message", _header_streams),
     "handshakes": Attack("connections that break off", _handshakes),
+    "tls-handshakes": Attack("handshakes of TLS without a call", _whole_handshakes),
     "connections": Attack("idle connections", _idle_connections),
     "huge": Attack("messages of 64 MiB without a token", _huge_messages),
     "subscriptions": Attack("subscriptions of 16 MiB", _subscriptions),
@@ -499,7 +513,7 @@ def _flood(target: Target, calls: Mapping[str, tuple[str, Callable[[], bytes]]],
     options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
     with ExitStack() as house:
         senders: list[tuple[Any, Callable[[], bytes]]] = [
-            (house.enter_context(grpc.insecure_channel(address, options)).unary_unary(path), message)
+            (house.enter_context(channel(address, options)).unary_unary(path), message)
             for address, (path, message) in calls.items()
         ]
         under_way: deque[Any] = deque()
@@ -528,7 +542,7 @@ def _attach(address: str, token: str | None, spec: KVSpec = SPEC) -> Attached:
 
 
 def ask(address: str, token: str | None, method: Method, question: Any, kind: type[R]) -> R:
-    connection = Connection(address, Credentials(token))
+    connection = Connection(address, shows(token))
     try:
         answer = connection.ask(method, question, _PATIENT)
     finally:

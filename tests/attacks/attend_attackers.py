@@ -33,12 +33,12 @@ from kvcluster.core.messages import (
 from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import LimitError
 from kvcluster.transport.base import Deadline, RefusedByShard
-from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.tcp_pages import TcpPages
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.shard import query_bytes
 from kvcluster.wire.v1 import coordinator_pb2, shard_pb2
+from tests.attacks.reach import shows, tcp_pages
 from tests.attacks.setting import ATTENDED
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ def _shards(target: Target) -> Iterator[list[_Shard]]:
     with ExitStack() as house:
         shards = []
         for address, socket in zip(target.shards, target.sockets, strict=True):
-            control = Connection(address, Credentials(target.token))
-            paths = tuple(TcpPages(socket, Credentials(target.token)) for _ in range(_AT_ONCE))
+            control = Connection(address, shows(target.token))
+            paths = tuple(tcp_pages(socket, target.token) for _ in range(_AT_ONCE))
             for link in (control, *paths):
                 house.callback(link.close)
             attached = control.ask(SHARD["Attach"], AttachShard(ATTENDED), Deadline.after_ms(_PATIENT_MS))

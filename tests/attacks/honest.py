@@ -12,18 +12,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
 from contextlib import suppress
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import count
 
 import torch
 
 import kvcluster
 from kvcluster.config import ClientConfig
+from kvcluster.transport.addresses import split_address
+from tests.attacks.reach import speaks_tls
 from tests.attacks.setting import BLOCKS, SPEC, kv, prompt
 
 REQUESTS_PER_S = 20
@@ -68,14 +71,23 @@ def main() -> None:
 
 
 def _probe(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    connection, alive = HTTPConnection(host, int(port), timeout=_PROBE_S), False
+    connection, alive = _connection(address), False
     began = time.monotonic()
     with suppress(OSError, HTTPException):
         connection.request("GET", "/healthz")
         alive = connection.getresponse().status == HTTPStatus.OK
     connection.close()
     _say(began, "probe", (time.monotonic() - began) * 1e3, int(alive), 1)
+
+
+def _connection(address: str) -> HTTPConnection:
+    """A kubelet's connection, which verifies no certificate."""
+    host, port = split_address(address)
+    if not speaks_tls():
+        return HTTPConnection(host, port, timeout=_PROBE_S)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return HTTPSConnection(host, port, timeout=_PROBE_S, context=context)
 
 
 def _say(at: float, kind: str, ms: float, blocks: int, of: int) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from tests.attacks.reach import dialled_within
+
 Act = Callable[[], int]
 
 _DRIPPING = 256
@@ -32,7 +34,7 @@ def drips(target: WithMetrics) -> Iterator[Act]:
 
     def act() -> int:
         if len(links) < _DRIPPING:
-            links.append((0.0, dialled(target.metrics[len(links) % len(target.metrics)])))
+            links.append((0.0, dialled_within(target.metrics[len(links) % len(target.metrics)])))
             return 1
         due, link = links[0]
         if due > time.monotonic():
@@ -60,7 +62,7 @@ def scrapes(target: WithMetrics) -> Iterator[Act]:
 
     def act() -> int:
         while len(links) < _SCRAPERS:
-            link = dialled(target.metrics[int.from_bytes(os.urandom(1), "big") % len(target.metrics)])
+            link = dialled_within(target.metrics[int.from_bytes(os.urandom(1), "big") % len(target.metrics)])
             links.append(link)
             link.sendall(_SCRAPE)
         with links.popleft() as oldest:
@@ -73,8 +75,3 @@ def scrapes(target: WithMetrics) -> Iterator[Act]:
     finally:
         for link in links:
             link.close()
-
-
-def dialled(address: str, timeout_s: float = 10.0) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=timeout_s)

@@ -15,9 +15,9 @@ from tests.attacks.verdict import HIT_POINTS, KINDS, Outcome, Sample, percentile
 SECONDS = 1.5
 
 
-@pytest.fixture(scope="module")
-def played() -> Iterator[Stage]:
-    with stage() as played:
+@pytest.fixture(scope="module", params=[False, True], ids=["in the clear", "within TLS"])
+def played(request: pytest.FixtureRequest) -> Iterator[Stage]:
+    with stage(tls=request.param) as played:
         yield played
 
 
