@@ -391,6 +391,22 @@ some KiB."""
 TOKEN_FILE_BYTES = 1024 * 1024
 """Ten thousand credentials."""
 
+QUOTA_FILE_BYTES = 1024 * 1024
+"""The quotas of QUOTA_TENANTS tenants, with all keys."""
+
+QUOTA_TENANTS = 4_096
+"""Tenants with quotas of their own. All others have those of [default]."""
+
+FLOORS_SHARE = 0.8
+"""The most of a tier that the floors of a quota file protect together, as coordinator.tenant_floor may: what is left
+must suffice for the tenants that have none."""
+
+LISTED_TENANTS = 1_024
+"""Tenants in one listing of their use beside their quotas: some 200 KiB; further ones are left out."""
+
+RATED_TENANTS = 16_384
+"""Tenants whose rate a server remembers, some 200 bytes each: more than a token file has room for."""
+
 TRACE_WAITING_TOKENS = 4_000_000
 """Tokens of requests that wait in an observing engine to be hashed: 32 MB of lists, and some seconds of a thread."""
 

@@ -60,6 +60,7 @@ MOST = {
     "report_of_a_shard_that_erases": 1_200,
     "inventory": 2_100,
     "schedule_seen": 1,
+    "set_quotas": 1,
     "republish": 15,
     "coordinator_tick": 3_500,
     "tick_that_ends_leases": 1_400,  # private blocks that follow one another

@@ -44,6 +44,7 @@ from kvcluster.core.messages import (
     Request,
     ScheduleSeen,
     SetPolicy,
+    SetQuotas,
     SetWeights,
     ShardAddress,
     ShardStatus,
@@ -95,6 +96,12 @@ class AdminHandler:
         if why_not is not None:
             return [Answer(request.call, Refused(RefusedKind.BAD, why_not))]
         return [KeepSettings(self.policy), Answer(request.call, Done())]
+
+    def set_quotas(self, m: SetQuotas, now: int) -> list[Effect]:
+        """Puts these quotas in force. What a tenant has beyond a limit that was lowered is evicted by later orders; its
+        pins, sequences and engines beyond one end as they would have, and new ones are refused until then."""
+        self._state.quotas.quotas, self._state.quotas.trouble = m.quotas, m.trouble
+        return []
 
     def set_weights(self, request: Request[SetWeights], now: int) -> list[Effect]:
         m = request.question

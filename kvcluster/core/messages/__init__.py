@@ -18,7 +18,7 @@ asserts, and decides.
                             RegisterSpans, PinSpans                                   sequences_and_spans.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
                             AttendRequest                                             sequences_and_spans.py
-    driver -> core          Tick, Stalled, Republish, Verified, Moved, Staged, SavePages,
+    driver -> core          Tick, Stalled, Republish, SetQuotas, Verified, Moved, Staged, SavePages,
                             ReportAnswered, ReportFailed                              effects.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
                             KeepSettings, Publish, Warn, Leave                        effects.py
@@ -99,6 +99,7 @@ from kvcluster.core.messages.effects import (
     SavePages,
     ScheduleSeen,
     Send,
+    SetQuotas,
     Stage,
     Staged,
     Stalled,
@@ -217,7 +218,7 @@ CoordinatorQuestion = (
     | Inventory
 )
 
-CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Republish | Tick | Stalled
+CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | SetQuotas | Republish | Tick | Stalled
 
 ShardQuestion = (
     AttachShard
