@@ -85,12 +85,17 @@ class Evictor:
     def victims_beyond_limits(
         self, member: Member, tier: Tier, now: int, keeps: Callable[[BlockRecord], bool]
     ) -> list[BlockRecord]:
-        """As `victims`, of what tenants have there beyond the limits of their quotas, whatever is free."""
+        """As `victims`, of what tenants have there beyond the limits of their quotas, whatever is free. Of their replicas,
+        which are charged to no tenant, it takes some only if no other block can be taken, since a block that they
+        follow stays as long as they do."""
         excess = self._state.limits.excess(member, tier)
         if not excess:
             return []
-        budget = TenantExcess(excess)
-        victims = self._take(member, tier, sum(excess.values()), now, keeps, budget)
+        budget, wanted = TenantExcess(excess), sum(excess.values())
+        victims = self._take(member, tier, wanted, now, keeps, budget)
+        if not victims:
+            budget.charged_only = False
+            victims = self._take(member, tier, wanted, now, keeps, budget)
         for tenant, nbytes in excess.items():
             self._state.limits.ordered(tenant, tier, nbytes - budget.left[tenant])
         return victims

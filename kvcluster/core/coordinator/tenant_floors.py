@@ -79,12 +79,11 @@ class TenantBudget(Protocol):
 
 
 class TenantExcess:
-    """What one order is to take of tenants beyond their limits: of each so many bytes, and nothing of all others. Their
-    replicas are charged to no tenant, so that evicting one would bring its tenant no nearer to its limit."""
-
-    charged_only = True
+    """What one order is to take of tenants beyond their limits: of each so many bytes, and nothing of all others. To
+    evict a replica brings its tenant no nearer to its limit."""
 
     def __init__(self, excess: Mapping[Tenant, int]) -> None:
+        self.charged_only = True
         self.left = dict(excess)
 
     def closed(self, tenant: Tenant) -> bool:
