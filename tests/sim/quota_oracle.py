@@ -89,7 +89,7 @@ class QuotaOracle:
         if limit is None or not stored:
             return 0
         config = self._world.scenario.config.coordinator
-        coming = stored + (_writing(c.core, tenant) if tier is INGEST else 0)
+        coming = stored + (_promised(c.core, tenant) if tier is INGEST else 0)
         beyond = coming - limit
         if tier is INGEST:
             beyond += min(limit, self._refused.get((c.name, tenant), 0))
@@ -144,6 +144,17 @@ def _writing(core: Coordinator, tenant: Tenant) -> int:
                 for group, part in ticket.places:
                     if core.state.tickets.writers.writer(space.id, block, (group, part)) == ticket.attempt:
                         nbytes += space.page_bytes(group, part)
+    return nbytes
+
+
+def _promised(core: Coordinator, tenant: Tenant) -> int:
+    """Returns the bytes of all pages that tickets of a tenant name. A page that two of them name counts twice: both may
+    write it, as far as a coordinator knows."""
+    nbytes = 0
+    for ticket in core.state.tickets.all():
+        space = core.state.namespaces.known(ticket.space)
+        if ticket.tenant == tenant and space is not None:
+            nbytes += len(ticket.writes) * sum(space.page_bytes(group, part) for group, part in ticket.places)
     return nbytes
 
 

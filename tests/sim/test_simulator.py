@@ -67,7 +67,7 @@ SEEDS = {
     "writing-not-counted": 20_000_000,
     "lowered-limit-evicts-nothing": 20_000_000,
     "another-pays-for-the-excess": 20_000_000,
-    "changed-quotas-not-taken": 20_000_000,
+    "changed-quotas-not-taken": 20_000_002,
     "replicas-count-to-the-limit": 20_000_002,
     "floors-of-quotas-not-kept": 20_000_049,
     "pins-beyond-the-quota": 20_000_004,
