@@ -21,6 +21,7 @@ from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.transport.listener import bound_socket
 
 _TRIES = 100
@@ -45,6 +46,7 @@ def check(config: Config) -> tuple[int, int]:
     """Returns the ports to listen on, for workers and for shards. Raises ConfigError if credentials or ports cannot be
     used: to the caller, instead of only in an actor's log."""
     authenticator(config.server, "")
+    QuotaFile(config.server.quota_file)
     ports = _ports(config)
     if config.metrics.port:
         bound_socket(config.metrics.host, config.metrics.port, "metrics.port").close()

@@ -24,6 +24,7 @@ from kvcluster.core.ids import CLUSTER, ShardId
 from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, ProcessInfo, Request, ScheduleSeen
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
+from kvcluster.runtime.audit_log import set_up_audit
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
@@ -58,10 +59,13 @@ class CoordinatorActor:
         wait = partial(waited_for, patient=patient, failed=calls.start_failed)
         config, secret = wait(lambda: read_settings(cluster))
         set_up_log(config.log, "coordinator")
+        wait(lambda: set_up_audit(config.log.audit_file))
         server, metrics = config.server, config.metrics
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
-        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process))
+        self._host = wait(
+            lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process, restarted=patient)
+        )
         self._auth = auth = authenticator(server, secret, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES

@@ -401,6 +401,12 @@ FLOORS_SHARE = 0.8
 """The most of a tier that the floors of a quota file protect together, as coordinator.tenant_floor may: what is left
 must suffice for the tenants that have none."""
 
+AUDIT_LINES = 4_096
+"""Lines of the audit log that wait to be written, some 300 bytes each. Of more, the number is recorded."""
+
+AUDIT_FILE_BYTES = 64 * 1024 * 1024
+"""An audit log of this size is renamed, in place of the one before: 200,000 calls of operators."""
+
 LISTED_TENANTS = 1_024
 """Tenants in one listing of their use beside their quotas: some 200 KiB; further ones are left out."""
 

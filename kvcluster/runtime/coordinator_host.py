@@ -20,6 +20,7 @@ from kvcluster.core.messages import (
     Reply,
     Republish,
     Request,
+    SetQuotas,
     Stalled,
     Warn,
 )
@@ -27,9 +28,11 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.extras import install
 from kvcluster.runtime import json_log
+from kvcluster.runtime.audit_log import CALLS, audit_answer
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.json_log import decided, warned
 from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Sample, coordinator_samples
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.server import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
@@ -54,8 +57,10 @@ class CoordinatorHost:
         *,
         on_end: Callable[[Leave], None],
         process: ProcessInfo | None = None,
+        restarted: bool = False,
     ) -> None:
-        """`process`: for the status."""
+        """`process`: for the status. `restarted`: it serves whether or not its quota file can be used."""
+        self.quotas = QuotaFile(config.server.quota_file, must_exist=not restarted)
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None
         self._made = time.monotonic_ns()
@@ -94,9 +99,11 @@ class CoordinatorHost:
             self.publisher.start()
         # No shard could report until now: the time that this actor waited for its port must not count as grace.
         self._driver.tell(Stalled(time.monotonic_ns() - self._made))
+        self.quotas.watch(lambda quotas, trouble: self._driver.tell(SetQuotas(quotas, trouble)))
         self._driver.start()
 
     def close(self) -> None:
+        self.quotas.close()
         self._driver.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -111,14 +118,25 @@ class CoordinatorHost:
         durable."""
         asked: list[Request[CoordinatorQuestion]] = []
 
-        def noted(call: CallId) -> Request[CoordinatorQuestion]:
-            asked.append(build(call))
-            return asked[0]
+        shown = json_log.shown()
 
-        reply = self._driver.ask(noted if json_log.shown() else build, wait_s, decodes_of)
+        def noted(call: CallId) -> Request[CoordinatorQuestion]:
+            request = build(call)
+            if isinstance(request, Request) and (shown or type(request.question).__name__ in CALLS):
+                asked.append(request)
+            return request
+
+        try:
+            reply = self._driver.ask(noted, wait_s, decodes_of)
+        except Unavailable as error:
+            for request in asked:
+                audit_answer(request, None, str(error))
+            raise
+        for request in asked:
+            audit_answer(request, None if isinstance(reply, NotKept) else reply, getattr(reply, "detail", ""))
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
-        decision = json_log.answered(asked[0], reply) if asked else None
+        decision = json_log.answered(asked[0], reply) if asked and shown else None
         if decision is not None:
             decided(decision[0], **decision[1])
         return reply

@@ -32,6 +32,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
+from kvcluster.runtime.audit_log import audited
 from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, Authenticator
 from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
@@ -297,6 +298,8 @@ def _unary(
         if refusal is not None:
             metrics.refused(Refusal.CREDENTIAL)
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method.name, tenant=caller.tenant)
+            if method.name in _IN_WORDS:
+                audited(method.name, caller.tenant, operator=caller.operator, outcome=f"refused: {refusal}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         if len(data) > method.most_bytes:
             too_long = (

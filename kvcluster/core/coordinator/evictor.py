@@ -85,9 +85,9 @@ class Evictor:
     def victims_beyond_limits(
         self, member: Member, tier: Tier, now: int, keeps: Callable[[BlockRecord], bool]
     ) -> list[BlockRecord]:
-        """As `victims`, of what tenants have there beyond the limits of their quotas, whatever is free. Of their replicas,
-        which are charged to no tenant, it takes some only if no other block can be taken, since a block that they
-        follow stays as long as they do."""
+        """As `victims`, of what tenants have there beyond the limits of their quotas, whatever is free. Of their
+        replicas, which are charged to no tenant, it takes some only if no other block can be taken, since a block that
+        they follow stays as long as they do."""
         excess = self._state.limits.excess(member, tier)
         if not excess:
             return []
