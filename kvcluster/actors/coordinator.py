@@ -33,6 +33,7 @@ from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
+from kvcluster.runtime.tenant_rates import RateLimiter
 from kvcluster.transport.rpc import RpcHandler, host_and_port
 from kvcluster.wire.methods import COORDINATOR
 
@@ -67,6 +68,7 @@ class CoordinatorActor:
             lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process, restarted=patient)
         )
         self._auth = auth = authenticator(server, secret, restarted=patient)
+        calls.watch_quotas(self._host.quotas.trouble)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
@@ -80,6 +82,7 @@ class CoordinatorActor:
                 message_bytes,
                 calls,
                 setting="server.port, --port",
+                rates=RateLimiter(self._host.quotas, calls),
             )
         )
         self._reports = wait(

@@ -42,8 +42,10 @@ from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.runtime.tenant_rates import RateLimiter
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
@@ -89,7 +91,10 @@ class ShardActor:
         )
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
-        self._server = wait(lambda: _served(config.server, handlers, auth, calls))
+        quotas = wait(lambda: QuotaFile(config.server.quota_file, must_exist=not patient))
+        calls.watch_quotas(quotas.trouble)
+        rates = RateLimiter(quotas, calls)
+        self._server = wait(lambda: _served(config.server, handlers, auth, calls, rates))
         self._host = ShardHost(
             ShardAddress(ShardId(shard), next_epoch(cluster, shard), self._server.address, self._location.host),
             config,
@@ -98,6 +103,7 @@ class ShardActor:
             open_source=self._open_source,
             on_end=self._leave,
             probe=self._probe.carry_out,
+            rates=rates,
         )
         host = self._host
         handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
@@ -182,14 +188,18 @@ class ShardActor:
 
 
 def _served(
-    config: ServerConfig, handlers: dict[str, RpcHandler], auth: Authenticator, calls: CallMetrics
+    config: ServerConfig,
+    handlers: dict[str, RpcHandler],
+    auth: Authenticator,
+    calls: CallMetrics,
+    rates: RateLimiter | None = None,
 ) -> GrpcServer:
     """Returns a server on the first port for shards that is free on this node. Raises ConfigError if none is."""
     host = reachable_host(config.host)
     setting = "server.shard_ports"
 
     def listen(port: int) -> GrpcServer:
-        return GrpcServer(handlers, auth, host, port, config.threads, metrics=calls, setting=setting)
+        return GrpcServer(handlers, auth, host, port, config.threads, metrics=calls, setting=setting, rates=rates)
 
     return first_free(shard_ports(config), listen)
 

@@ -122,7 +122,7 @@ class CoordinatorHost:
 
         def noted(call: CallId) -> Request[CoordinatorQuestion]:
             request = build(call)
-            if isinstance(request, Request) and (shown or type(request.question).__name__ in CALLS):
+            if shown or type(getattr(request, "question", None)).__name__ in CALLS:
                 asked.append(request)
             return request
 

@@ -71,6 +71,7 @@ class Refusal(Enum):
 
     CREDENTIAL = "credential"  # none, an unknown one, or one that may not make this call
     BUSY = "busy"  # its tenant has too many calls or connections
+    RATE = "rate"  # beyond the rate of its tenant's quota
     PROTOCOL = "protocol"  # malformed
     VERSION = "version"  # no version of the protocol is spoken by both sides
     METHOD = "method"  # there is no such method here
@@ -122,6 +123,7 @@ class CallMetrics:
         self._start_retries = 0
         self._under_way: list[Callable[[], int]] = []
         self._tokens_trouble: Callable[[], str] = str
+        self._quotas_trouble: Callable[[], str] = str
 
     def took(self, method: str, seconds: float) -> None:
         self._seconds.add((method,), seconds)
@@ -143,6 +145,10 @@ class CallMetrics:
         """Has `trouble` asked why the newest token file is not in use (Authenticator.trouble)."""
         self._tokens_trouble = trouble
 
+    def watch_quotas(self, trouble: Callable[[], str]) -> None:
+        """Has `trouble` asked why the newest quota file is not in use (QuotaFile.trouble)."""
+        self._quotas_trouble = trouble
+
     def samples(self) -> list[Sample | Histogram]:
         under_way = sum(count() for count in self._under_way)
         with self._lock:
@@ -153,6 +159,7 @@ class CallMetrics:
             *self._seconds.samples(),
             Sample("kvcluster_calls_under_way", (), float(under_way)),
             Sample("kvcluster_token_file_stale", (), float(bool(self._tokens_trouble()))),
+            Sample("kvcluster_quota_file_stale", (), float(bool(self._quotas_trouble()))),
             Sample("kvcluster_start_retries_total", (), float(retries)),
         ]
 

@@ -140,6 +140,9 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     "kvcluster_token_file_stale": Metric(
         _GAUGE, "1 while the newest token file cannot be used, and the tokens of the one before are valid."
     ),
+    "kvcluster_quota_file_stale": Metric(
+        _GAUGE, "1 while the newest quota file cannot be used, and the quotas of the one before hold."
+    ),
     "kvcluster_start_retries_total": Metric(
         _COUNTER, "Attempts of this process to start again that failed, until it could serve."
     ),

@@ -24,7 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
@@ -37,7 +37,7 @@ from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, Authentica
 from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
 from kvcluster.runtime.private_files import locked, replace_file
-from kvcluster.transport.base import Unavailable
+from kvcluster.transport.base import TOO_MANY_CALLS, Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import COORDINATOR, Method
 from kvcluster.wire.versions import CLOCK_KEY, METADATA, OURS, agreed_version, versions_in
@@ -104,6 +104,13 @@ class _Threads(ThreadPoolExecutor):
             self.calls -= 1
 
 
+class CallRates(Protocol):
+    """How many calls of each tenant are served (tenant_rates.py)."""
+
+    def admits(self, caller: Caller, method: str) -> bool:
+        """Whether a call of the method of that name may be served now."""
+
+
 class _Table(grpc.GenericRpcHandler):
     """Looks methods up by path, and authenticates the call. gRPC asks it, from one thread, before it reads a message or
     takes a thread.
@@ -112,9 +119,15 @@ class _Table(grpc.GenericRpcHandler):
     """
 
     def __init__(
-        self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, threads: int, metrics: CallMetrics
+        self,
+        handlers: Mapping[str, RpcHandler],
+        authenticator: Authenticator,
+        threads: int,
+        metrics: CallMetrics,
+        rates: CallRates | None,
     ) -> None:
         self._metrics = metrics
+        self._rates = rates
         self.refusing = _Threads(1, "kvcluster-rpc-refuse")
         self._handlers = handlers
         self._authenticator = authenticator
@@ -151,6 +164,12 @@ class _Table(grpc.GenericRpcHandler):
             why = "too many calls with this token's tenant are under way"
             decided("call_refused", reason=Refusal.BUSY.value, method=details.method, tenant=caller.tenant)
             return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, why)
+        if self._rates is not None and not self._rates.admits(caller, details.method.rpartition("/")[2]):
+            decided("call_refused", reason=Refusal.RATE.value, method=details.method, tenant=caller.tenant)
+            self._metrics.refused(Refusal.RATE)
+            # On the tenant's own threads, so that it always learns why: a worker must not take this for a fault.
+            why = f"{TOO_MANY_CALLS}: it is served again later"
+            return _on(threads, "stream_stream", _abort(grpc.StatusCode.UNAVAILABLE, why))
         name = details.method, caller
         bound = self._bound.get(name)
         if bound is None:
@@ -178,12 +197,17 @@ class _Table(grpc.GenericRpcHandler):
         self._refused += 1
         if self._refused > _REFUSALS or self.refusing.full:
             return None
+        return _on(self.refusing, "stream_stream", _abort(code, why))
 
-        def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            context.abort(code, why)
-            raise AssertionError("abort raises")
 
-        return _on(self.refusing, "stream_stream", refuse)
+def _abort(code: grpc.StatusCode, why: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    """Returns what serves a call by this status, without its message."""
+
+    def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.abort(code, why)
+        raise AssertionError("abort raises")
+
+    return refuse
 
 
 def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _GrpcHandler:
@@ -209,7 +233,8 @@ def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 class GrpcServer:
     """Listens on `host:port` until `close`. Port 0 takes a free port; `port` is the actual one. `handlers`
     may be filled until `start`. `threads` are the most of one tenant: it gets fewer where there are many. Longer
-    messages than `message_bytes` are refused unread. Raises ConfigError, which names `setting`, if it cannot listen."""
+    messages than `message_bytes` are refused unread, and so are calls that `rates` does not admit. Raises ConfigError,
+    which names `setting`, if it cannot listen."""
 
     def __init__(
         self,
@@ -222,8 +247,9 @@ class GrpcServer:
         metrics: CallMetrics | None = None,
         *,
         setting: str = "server.port",
+        rates: CallRates | None = None,
     ) -> None:
-        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()))
+        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()), rates)
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
         options = server_options(message_bytes)
         self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)

@@ -28,7 +28,7 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.release import OLDEST_VERSION
-from kvcluster.transport.base import Cancelled, Deadline, Unavailable
+from kvcluster.transport.base import TOO_MANY_CALLS, Cancelled, Deadline, RateLimited, Unavailable
 from kvcluster.transport.forks import FORKS
 from kvcluster.transport.listener import Descriptors
 from kvcluster.wire.methods import Method, Question
@@ -223,6 +223,8 @@ class Connection:
                 f"the server at {self.address} is no kvcluster server, or of another release, or has refused too many "
                 f"calls in this second to say why: {detail}"
             ) from None
+        if code is grpc.StatusCode.UNAVAILABLE and (detail or "").startswith(TOO_MANY_CALLS):
+            raise RateLimited(Miss(MissReason.FULL, f"{self.address}: {detail}")) from None
         raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {_plain(detail)}")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:

@@ -75,6 +75,10 @@ class TenantLimits:
         most = self.limit(tenant, INGEST) or 0
         self._lacking[tenant] = min(most, max(self._lacking.get(tenant, 0), nbytes))
 
+    def is_beyond(self, tenant: Tenant) -> bool:
+        """Whether a tenant is to lose something in any tier because of its limit."""
+        return any(self._beyond(tenant, tier) for tier in self._held.quotas.of(tenant).tiers)
+
     def excess(self, member: Member, tier: Tier) -> dict[Tenant, int]:
         """Returns the bytes that each tenant has beyond its limit, as far as this shard is to evict them."""
         out: dict[Tenant, int] = {}
