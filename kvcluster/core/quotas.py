@@ -41,6 +41,7 @@ NONE = "none"
 """In place of a number: no such bound, whatever [default] says."""
 
 MOST_WEIGHT = 1_000
+MOST_RATE = 10**9
 MOST_NUMBER = 2**53
 """Larger numbers are a mistake: this many bytes are 8 PiB."""
 
@@ -147,7 +148,8 @@ def _tenant(table: Mapping[str, Any], default: TenantQuota, where: str) -> Tenan
         elif key in ("bytes_per_second", "pinned"):
             given[key] = _size(value, name)
         elif key in ("sequences", "engines", "requests_per_second"):
-            given[key] = _number(value, name, whole=key != "requests_per_second")
+            rate = key == "requests_per_second"
+            given[key] = _number(value, name, whole=not rate, most=MOST_RATE if rate else MOST_NUMBER)
         else:
             known = ", ".join((*_TIERS, *(f.name for f in fields(TenantQuota) if f.name != "tiers")))
             raise ConfigError(f"quota file: unknown key {name}; known here: {known}")

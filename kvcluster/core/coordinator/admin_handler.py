@@ -19,6 +19,7 @@ from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.report_handler import ReportHandler
+from kvcluster.core.coordinator.tenant_listing import quota_warnings, tenant_status, tenants_of
 from kvcluster.core.coordinator.tiering import Tiering
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import (
@@ -255,6 +256,8 @@ class StatusHandler:
             protocol=PROTOCOL_VERSION,
             waiting=schedule.waiting,
             orphans=schedule.orphans,
+            tenants=tuple(tenant_status(state, tenant) for tenant in tenants_of(state)),
+            warnings=quota_warnings(state),
         )
 
     def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
@@ -270,6 +273,8 @@ class StatusHandler:
             config_hash="",
             waiting=(),
             orphans=(),
+            tenants=(tenant_status(state, tenant),),
+            warnings=(),
             namespaces=len(public),
             blocks=sum(len(space.index) for space in public),
             tickets=state.tickets.held(tenant),

@@ -77,6 +77,8 @@ from kvcluster.core.messages.coordinator import (
     Status,
     StoreGrant,
     StoreRun,
+    TenantStatus,
+    TenantTier,
     UnpinBlocks,
 )
 from kvcluster.core.messages.effects import (
