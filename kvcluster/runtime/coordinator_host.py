@@ -178,14 +178,16 @@ class CoordinatorHost:
 
 def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> CoordinatorFigures:
     """Returns the figures of a coordinator for a scrape; with `tenants` also those of each tenant."""
+    status = core.status(now)
     return CoordinatorFigures(
-        core.status(now),
+        status,
         core.state.missed_tokens,
         core.state.eviction_ages,
         core.state.members.open_orders(),
         core.state.namespaces.pins.count(now),
         core.replicator.requests,
         core.state.counted_by_tenant if tenants else {},
+        status.tenants if tenants else (),
     )
 
 

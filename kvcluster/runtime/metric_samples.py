@@ -31,6 +31,7 @@ from kvcluster.core.messages import (
     Stage,
     Staged,
     Status,
+    TenantStatus,
     Written,
 )
 from kvcluster.core.miss import MissReason
@@ -174,6 +175,7 @@ class CoordinatorFigures(NamedTuple):
     pinned_blocks: int
     replica_requests: int
     by_tenant: Mapping[Tenant, Mapping[str, int]]
+    tenants: Iterable[TenantStatus] = ()
 
 
 def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]:
@@ -225,6 +227,13 @@ def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]
             Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "miss"), float(asked - hit)),
             Sample("kvcluster_tenant_written_blocks_total", (tenant,), float(own["write_blocks"])),
         ]
+    samples += [
+        Sample("kvcluster_tenant_bytes", (tenant.tenant, use.tier.name.lower(), kind), float(nbytes))
+        for tenant in figures.tenants
+        for use in tenant.tiers
+        for kind, nbytes in (("used", use.used_bytes), ("floor", use.floor_bytes), ("limit", use.limit_bytes))
+        if nbytes is not None
+    ]
     return samples
 
 
