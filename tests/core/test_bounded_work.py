@@ -52,7 +52,7 @@ MOST = {
     "drain": 250,
     "set_policy": 1,
     "begin_probe": 45,
-    "get_status": 50,
+    "get_status": 60,
     "report": 2_100,
     "report_of_pieces": 7_500,
     "report_of_a_target": 1_050,

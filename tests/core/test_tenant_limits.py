@@ -16,11 +16,14 @@ from kvcluster.core.messages import (
     Attached,
     Decision,
     EngineInfo,
+    GetStatus,
     PageEvent,
     PrepareStore,
     SetQuotas,
+    Status,
     StoreGrant,
     TableChange,
+    TenantTier,
     Tier,
     TierUse,
 )
@@ -289,3 +292,44 @@ def test_sequences_beyond_the_quota_are_refused() -> None:
     assert [opened(number) for number in (1, 2, 3)] == [Outcome.DONE, Outcome.DONE, Outcome.LIMIT]
     tables.change(owner, TableChange(SequenceId(b"1"), 0, closed=True), claims, None, capacity_bytes=None)
     assert opened(3) is Outcome.DONE
+
+
+# ------------------------------------------------------------------------------------------------ the listing
+
+
+def test_an_operator_sees_all_tenants_beside_their_quotas_and_a_tenant_itself() -> None:
+    coordinator, _ = shared(ours=3, theirs=2)
+    quota = TenantQuota(
+        {INGEST: TierQuota(2 * PAGE, 9 * PAGE), Tier.DISK: TierQuota(limit=7)},
+        requests_per_second=2.5,
+        bytes_per_second=4,
+        pinned=2 * PAGE,
+    )
+    coordinator.step(SetQuotas(Quotas(tenants={OURS: quota, Tenant("none yet"): TenantQuota()}), "it has a fault"))
+    assert pin(coordinator, BLOCKS[:1]) == 1
+    told = {one.tenant: one for one in coordinator.status().tenants}
+    assert list(told) == sorted(["none yet", OURS, THEIRS])
+    assert told[OURS].tiers == (
+        TenantTier(INGEST, 3 * PAGE, 2 * PAGE, 9 * PAGE),
+        TenantTier(Tier.DISK, 0, None, 7),
+    )
+    assert (told[OURS].pinned_bytes, told[OURS].most_pinned_bytes) == (PAGE, 2 * PAGE)
+    assert (told[OURS].calls_per_1000_s, told[OURS].bytes_per_s) == (2_500, 4)
+    assert told[THEIRS].tiers == (TenantTier(INGEST, 2 * PAGE),)
+    assert coordinator.status().warnings == ("it has a fault",)
+    own = coordinator.ask(Status, build_request(GetStatus(), THEIRS, operator=False))
+    assert own.tenants == (told[THEIRS],) and own.warnings == ()
+
+
+def test_replicas_of_a_tenant_beyond_its_limit_are_not_made() -> None:
+    coordinator = LoneCoordinator(expected=2, hold_ms=0, low_free=0.0, high_free=0.0)
+    first, second = (coordinator.voice(name) for name in "ab")
+    first.join(*pages(BLOCKS[:4]))
+    second.join()
+    space = coordinator.core.state.namespaces.find(coordinator.space, OURS)
+    assert space is not None
+    coordinator.core.replicator.request_copies(space, BLOCKS[0], 2)
+    put(coordinator, ours=TierQuota(limit=2 * PAGE))
+    assert second.report().pull is None
+    put(coordinator, ours=TierQuota(limit=9 * PAGE))
+    assert second.report().pull is not None

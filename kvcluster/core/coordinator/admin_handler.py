@@ -19,7 +19,7 @@ from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.report_handler import ReportHandler
-from kvcluster.core.coordinator.tenant_listing import quota_warnings, tenant_status, tenants_of
+from kvcluster.core.coordinator.tenant_listing import quota_warnings, tenant_status, tenant_statuses
 from kvcluster.core.coordinator.tiering import Tiering
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import (
@@ -256,7 +256,7 @@ class StatusHandler:
             protocol=PROTOCOL_VERSION,
             waiting=schedule.waiting,
             orphans=schedule.orphans,
-            tenants=tuple(tenant_status(state, tenant) for tenant in tenants_of(state)),
+            tenants=tenant_statuses(state),
             warnings=quota_warnings(state),
         )
 

@@ -111,6 +111,10 @@ class BlockTables:
         """The number of different blocks that are claimed."""
         return self._claimed
 
+    def sequences(self, tenant: Tenant) -> int:
+        """Returns the number of a tenant's sequences."""
+        return self._shares.held(tenant)
+
     def held(self, tenant: Tenant) -> tuple[int, int]:
         """Returns the number of a tenant's sequences, and of the different blocks that they claim."""
         claims = (claims for claims in self._claims.values() if claims.tenant == tenant)

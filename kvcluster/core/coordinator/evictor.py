@@ -51,35 +51,35 @@ class Evictor:
 
         beyond = self.victims_beyond_limits(member, tier, now, keeps)
         beyond = beyond or self.victims_beyond_limits(member, tier, now, self.claimed)
-        freed = sum(self._state.namespaces.bytes_on(record, member.slot, tier) for record in beyond)
-        victims = beyond + self._victims_for(member, tier, pressure_bytes, freed, pressing, now, keeps)
+        victims = beyond + self._victims_beside(beyond, member, tier, pressure_bytes, pressing, now, keeps)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
-    def _victims_for(
+    def _victims_beside(
         self,
+        leaving: Sequence[BlockRecord],
         member: Member,
         tier: Tier,
         pressure_bytes: int,
-        freed: int,
         pressing: Mapping[Tenant, int],
         now: int,
         keeps: Callable[[BlockRecord], bool],
     ) -> list[BlockRecord]:
-        """Returns the victims of an order besides those that free so many bytes."""
-        pressure_bytes = max(0, pressure_bytes - freed)
+        """Returns the victims of an order that takes those `leaving` anyway."""
         lacking = self._lacking(member, tier, pressing)
         others = {tenant: nbytes for tenant, nbytes in pressing.items() if tenant not in lacking}
-        floors = self._floors(member, tier, pressing, own=others)
-        victims = self.victims(member, tier, pressure_bytes, now, keeps, floors, freed=freed)
+        floors = self._floors(member, tier, pressing, own=others, leaving=leaving)
+        victims = self.victims(member, tier, pressure_bytes, now, keeps, floors, leaving=leaving)
         if not victims:  # blocks elsewhere follow all that may be evicted: those become orphans
-            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors, freed=freed)
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors, leaving=leaving)
         if not victims and lacking:
-            victims = self.victims_for_floors(member, tier, pressure_bytes, pressing, now, self.claimed)
+            victims = self.victims_for_floors(
+                member, tier, pressure_bytes, pressing, now, self.claimed, leaving=leaving
+            )
         if not victims and lacking:  # tenants below their floors give up blocks of their own
-            floors = self._floors(member, tier, pressing, own=pressing)
-            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors, freed=freed)
+            floors = self._floors(member, tier, pressing, own=pressing, leaving=leaving)
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors, leaving=leaving)
         return victims
 
     def victims_beyond_limits(
@@ -91,11 +91,11 @@ class Evictor:
         excess = self._state.limits.excess(member, tier)
         if not excess:
             return []
-        budget, wanted = TenantExcess(excess), sum(excess.values())
-        victims = self._take(member, tier, wanted, now, keeps, budget)
+        budget, wanted, most = TenantExcess(excess), sum(excess.values()), limits.EVICTIONS_PER_ORDER
+        victims = self._take(member, tier, wanted, most, now, keeps, budget)
         if not victims:
             budget.charged_only = False
-            victims = self._take(member, tier, wanted, now, keeps, budget)
+            victims = self._take(member, tier, wanted, most, now, keeps, budget)
         for tenant, nbytes in excess.items():
             self._state.limits.ordered(tenant, tier, nbytes - budget.left[tenant])
         return victims
@@ -108,15 +108,16 @@ class Evictor:
         pressing: Mapping[Tenant, int],
         now: int,
         keeps: Callable[[BlockRecord], bool],
+        *,
+        leaving: Sequence[BlockRecord] = (),
     ) -> list[BlockRecord]:
         """As `victims`, for those of the tenants `pressing` that have less than their floors: of what others have
         beyond theirs, in spite of holds. Returns none if there is no such tenant."""
         wanted = min(pressure_bytes, sum(self._lacking(member, tier, pressing).values()))
         if not wanted:
             return []
-        return self.victims(
-            member, tier, wanted, now, keeps, self._floors(member, tier, pressing, own={}), despite_holds=True
-        )
+        floors = self._floors(member, tier, pressing, own={}, leaving=leaving)
+        return self.victims(member, tier, wanted, now, keeps, floors, despite_holds=True, leaving=leaving)
 
     def claimed(self, record: BlockRecord) -> bool:
         """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
@@ -134,27 +135,29 @@ class Evictor:
         floors: TenantFloors | None = None,
         *,
         despite_holds: bool = False,
-        freed: int = 0,
+        leaving: Sequence[BlockRecord] = (),
     ) -> list[BlockRecord]:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
-        lacks for its watermark, beside those that will be `freed` anyway, or for waiting reservations
-        (`pressure_bytes`). Pinned blocks are spared, held ones unless `despite_holds`, those that `keeps` names, and
-        what lies below the `floors` of tenants."""
-        wanted = self._wanted(member, tier, pressure_bytes, freed)
-        return self._take(member, tier, wanted, now, keeps, floors, despite_holds=despite_holds)
+        lacks for its watermark or for waiting reservations (`pressure_bytes`), beside those that are `leaving` by the
+        same order. Pinned blocks are spared, held ones unless `despite_holds`, those that `keeps` names, and what lies
+        below the `floors` of tenants."""
+        freed = sum(self._state.namespaces.bytes_on(record, member.slot, tier) for record in leaving)
+        wanted, most = self._wanted(member, tier, pressure_bytes, freed), limits.EVICTIONS_PER_ORDER - len(leaving)
+        return self._take(member, tier, wanted, most, now, keeps, floors, despite_holds=despite_holds)
 
     def _take(
         self,
         member: Member,
         tier: Tier,
         wanted: int,
+        most: int,
         now: int,
         keeps: Callable[[BlockRecord], bool],
         budget: TenantBudget | None,
         *,
         despite_holds: bool = False,
     ) -> list[BlockRecord]:
-        """As `victims`, to free `wanted` bytes, and of each tenant no more than its `budget`."""
+        """As `victims`, at most so many, to free `wanted` bytes, and of each tenant no more than its `budget`."""
         namespaces, slot = self._state.namespaces, member.slot
 
         def closed(space_id: NamespaceId) -> bool:
@@ -172,8 +175,8 @@ class Evictor:
             return False
 
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
-        while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = cold.pop_coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now, closed)
+        while found < wanted and len(victims) < most:
+            batch = cold.pop_coldest(min(BATCH, most - len(victims)), spares, now, closed)
             for at, record in enumerate(batch):
                 if found >= wanted:  # the batch held more than was wanted: put the rest back
                     for spare in batch[at:]:
@@ -216,14 +219,25 @@ class Evictor:
         return sum(map(space.pinned.discard, blocks))
 
     def _floors(
-        self, member: Member, tier: Tier, pressing: Mapping[Tenant, int], own: Mapping[Tenant, int]
+        self,
+        member: Member,
+        tier: Tier,
+        pressing: Mapping[Tenant, int],
+        *,
+        own: Mapping[Tenant, int],
+        leaving: Sequence[BlockRecord],
     ) -> TenantFloors | None:
-        """Returns what may be evicted of each tenant; None if one has the tier for itself, and no other is among those
-        `pressing`. `own`: what tenants may evict of what they have themselves below their floors."""
+        """Returns what may be evicted of each tenant beside those `leaving`; None if one has the tier for itself, and
+        no other is among those `pressing`. `own`: what tenants may evict of what they have themselves below their
+        floors."""
         stored = member.stored[tier].tenants
         if len({**stored, **pressing}) < 2:
             return None
-        return TenantFloors(stored, self._state.limits.floors(member, tier, stored), own)
+        floors = TenantFloors(stored, self._state.limits.floors(member, tier, stored), own)
+        namespaces = self._state.namespaces
+        for record in leaving:
+            floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, member.slot, tier))
+        return floors
 
     def _lacking(self, member: Member, tier: Tier, pressing: Mapping[Tenant, int]) -> dict[Tenant, int]:
         """Returns how much more each of these tenants may store below its floor, if any, up to what it lacks."""
@@ -236,8 +250,9 @@ class Evictor:
         return {tenant: nbytes for tenant, nbytes in below.items() if nbytes > 0}
 
     def _wanted(self, member: Member, tier: Tier, pressure_bytes: int, freed: int) -> int:
+        """Returns the bytes to free beside so many that are `freed` anyway."""
         use = member.info.use(tier)
-        free_bytes = use.free_bytes + freed
+        free_bytes, pressure_bytes = use.free_bytes + freed, max(0, pressure_bytes - freed)
         if free_bytes < self._low * use.capacity_bytes:
             return max(pressure_bytes, int(self._high * use.capacity_bytes) - free_bytes)
         return pressure_bytes

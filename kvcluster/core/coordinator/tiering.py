@@ -164,11 +164,9 @@ class Tiering:
             waited += sum(pressing.values()) if tier is INGEST else 0
             keeps = self._room_below(member, tier, to)
             beyond = self._evictor.victims_beyond_limits(member, tier, now, keeps)
-            freed = sum(self._state.namespaces.bytes_on(record, member.slot, tier) for record in beyond)
-            waited = max(0, waited - freed)
-            victims = self._evictor.victims(member, tier, waited, now, keeps, freed=freed)
+            victims = self._evictor.victims(member, tier, waited, now, keeps, leaving=beyond)
             if not victims:
-                victims = self._evictor.victims_for_floors(member, tier, waited, pressing, now, keeps)
+                victims = self._evictor.victims_for_floors(member, tier, waited, pressing, now, keeps, leaving=beyond)
             victims = beyond + victims
             victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
