@@ -24,7 +24,6 @@ from kvcluster.core.ids import CLUSTER, ShardId
 from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, ProcessInfo, Request, ScheduleSeen
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
-from kvcluster.runtime.audit_log import set_up_audit
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
@@ -60,27 +59,18 @@ class CoordinatorActor:
         wait = partial(waited_for, patient=patient, failed=calls.start_failed)
         config, secret = wait(lambda: read_settings(cluster))
         set_up_log(config.log, "coordinator")
-        wait(lambda: set_up_audit(config.log.audit_file))
         server, metrics = config.server, config.metrics
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
-        self._host = wait(
-            lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process, restarted=patient)
-        )
+        made = partial(CoordinatorHost, epoch, config, on_end=end_process, restarted=patient)
+        self._host = wait(lambda: made(process=process))
         self._auth = auth = authenticator(server, secret, restarted=patient)
-        calls.watch_quotas(self._host.quotas.trouble)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
         self._server = wait(
             lambda: GrpcServer(
-                for_workers,
-                auth,
-                host,
-                server.port,
-                server.threads,
-                message_bytes,
-                calls,
+                *(for_workers, auth, host, server.port, server.threads, message_bytes, calls),
                 setting="server.port, --port",
                 rates=RateLimiter(self._host.quotas, calls),
             )

@@ -42,10 +42,9 @@ from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
-from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.runtime.tenant_rates import RateLimiter
+from kvcluster.runtime.tenant_rates import RateLimiter, rates_of
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
@@ -91,9 +90,7 @@ class ShardActor:
         )
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
-        quotas = wait(lambda: QuotaFile(config.server.quota_file, must_exist=not patient))
-        calls.watch_quotas(quotas.trouble)
-        rates = RateLimiter(quotas, calls)
+        rates = wait(lambda: rates_of(config.server, calls, restarted=patient))
         self._server = wait(lambda: _served(config.server, handlers, auth, calls, rates))
         self._host = ShardHost(
             ShardAddress(ShardId(shard), next_epoch(cluster, shard), self._server.address, self._location.host),

@@ -28,7 +28,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.extras import install
 from kvcluster.runtime import json_log
-from kvcluster.runtime.audit_log import CALLS, audit_answer
+from kvcluster.runtime.audit_log import CALLS, audit_answer, set_up_audit
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.json_log import decided, warned
 from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Sample, coordinator_samples
@@ -60,6 +60,8 @@ class CoordinatorHost:
         restarted: bool = False,
     ) -> None:
         """`process`: for the status. `restarted`: it serves whether or not its quota file can be used."""
+        if config.log.audit_file:
+            set_up_audit(config.log.audit_file)
         self.quotas = QuotaFile(config.server.quota_file, must_exist=not restarted)
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None

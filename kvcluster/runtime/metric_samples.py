@@ -220,21 +220,23 @@ def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]
         Histogram("kvcluster_eviction_age_seconds", (tier.name.lower(),), ages.cumulative(), ages.total_ns / 1e9)
         for tier, ages in figures.eviction_ages.items()
     ]
+    return [*samples, *_of_tenants(figures)]
+
+
+def _of_tenants(figures: CoordinatorFigures) -> Iterator[Sample]:
+    """Yields the series of each tenant."""
     for tenant, own in figures.by_tenant.items():
         hit, asked = own["hit_tokens"], own["asked_tokens"]
-        samples += [
-            Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "hit"), float(hit)),
-            Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "miss"), float(asked - hit)),
-            Sample("kvcluster_tenant_written_blocks_total", (tenant,), float(own["write_blocks"])),
-        ]
-    samples += [
-        Sample("kvcluster_tenant_bytes", (tenant.tenant, use.tier.name.lower(), kind), float(nbytes))
-        for tenant in figures.tenants
-        for use in tenant.tiers
-        for kind, nbytes in (("used", use.used_bytes), ("floor", use.floor_bytes), ("limit", use.limit_bytes))
-        if nbytes is not None
-    ]
-    return samples
+        yield Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "hit"), float(hit))
+        yield Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "miss"), float(asked - hit))
+        yield Sample("kvcluster_tenant_written_blocks_total", (tenant,), float(own["write_blocks"]))
+    for one in figures.tenants:
+        for use in one.tiers:
+            labels = one.tenant, use.tier.name.lower()
+            kinds = (("used", use.used_bytes), ("floor", use.floor_bytes), ("limit", use.limit_bytes))
+            for kind, nbytes in kinds:
+                if nbytes is not None:
+                    yield Sample("kvcluster_tenant_bytes", (*labels, kind), float(nbytes))
 
 
 def shard_samples(info: ShardInfo, waiting: Mapping[str, int], condemned: int) -> list[Sample]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CLUSTER, Caller, Tenant
 from kvcluster.core.messages import Answer, Effect, Pin, PinGrant, Request, Reserve, Stalled, Tick, WriteGrant, Written
 from kvcluster.core.miss import Miss, MissReason
@@ -39,7 +40,9 @@ class RateLimiter:
     def __init__(
         self, quotas: QuotaFile, metrics: CallMetrics | None = None, clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
-        """What is refused is counted in `metrics`."""
+        """What is refused is counted in `metrics`, which also show whether the quotas are the newest."""
+        if metrics is not None:
+            metrics.watch_quotas(quotas.trouble)
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()
@@ -69,6 +72,12 @@ class RateLimiter:
         if nbytes and summary.tenant != CLUSTER:
             with self._lock:
                 self._bytes.spend(summary.tenant, nbytes, self._clock())
+
+
+def rates_of(config: ServerConfig, metrics: CallMetrics, *, restarted: bool) -> RateLimiter:
+    """Returns the rates by the quota file of the configuration. Raises ConfigError if that cannot be used; not if the
+    process has `restarted`."""
+    return RateLimiter(QuotaFile(config.quota_file, must_exist=not restarted), metrics)
 
 
 TOO_FAST = Miss(MissReason.FULL, "this tenant has used up its bytes per second at this shard; load or store it later")

@@ -75,8 +75,7 @@ class SimulatedWorld:
         self.coordinators: list[CoordinatorProcess] = []
         self.workers: list[Worker] = []
         self.sequence_oracle = SequenceOracle(self)
-        self.quota_rng = random.Random(f"{seed}, times of quotas")
-        self.quotas = NO_QUOTAS
+        self.quota_rng, self.quotas = random.Random(f"{seed}, times of quotas"), NO_QUOTAS
         self.quota_oracle = QuotaOracle(self)
         self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)
         self._bound: dict[int, CoordinatorProcess] = {}
@@ -85,8 +84,7 @@ class SimulatedWorld:
         self._addresses: dict[str, ShardProcess] = {}
         self._holders = 0
         self.start_coordinator(rng.randrange(drawn.nodes))
-        if drawn.quotas:
-            self._put_quotas(0)
+        self._put_quotas(0)
         for number, name in enumerate(self.names):
             self.start_shard(name, number % drawn.nodes)
         for number in range(drawn.workers):
@@ -158,15 +156,16 @@ class SimulatedWorld:
         self.coordinator.start_driver()
 
     def _put_quotas(self, number: int) -> None:
-        """Puts the next quotas in force: each coordinator reads them within a while."""
+        """Puts the next quotas in force, if there are any: each coordinator reads them within a while."""
+        if number >= len(self.scenario.quotas):
+            return
         self.quotas = self.scenario.quotas[number]
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 at = self.kernel.now + self.quota_rng.randint(0, 200 * MS)
                 self.kernel.at(at, coordinator, coordinator.step, SetQuotas(self.quotas))
         self.count("quotas", "put in force")
-        if number + 1 < len(self.scenario.quotas):
-            self.kernel.at(self.kernel.now + self.scenario.quota_ns, None, self._put_quotas, number + 1)
+        self.kernel.at(self.kernel.now + self.scenario.quota_ns, None, self._put_quotas, number + 1)
 
     def start_shard(self, name: ShardId, node: int) -> None:
         clock = self._clocks[node]
