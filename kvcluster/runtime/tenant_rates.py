@@ -4,10 +4,11 @@ The quotas name requests and bytes a second (core/quotas.py). Each server applie
 of its own (core/token_bucket.py): the coordinator to its calls, each shard to its calls and to the bytes that it moves
 for loads and stores. Tenants of one cluster share no bucket over a network, so that a call waits for no other process.
 
-A call beyond the rate is refused before its message is read. What it takes to return something is never refused
-(RETURNING), nor are the commands of operators, who may have to raise the rate. An exchange beyond the rate of bytes is
-answered by the shard in place of its core: a load with a miss for each page, a store with FULL, so that its worker
-goes on as it does without these pages, and counts it as no fault of the shard.
+A call beyond the rate is refused before its message is read. What keeps or returns something that the tenant has is
+never refused (KEEPING): it would lose its open sequences for its lookups. Nor are the commands of operators.
+
+An exchange beyond the rate of bytes is answered by the shard in place of its core: a load with a miss for each page, a
+store with FULL, so that its worker goes on as it does without these pages, and counts it as no fault of the shard.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from kvcluster.transport.exchange_summary import ExchangeSummary
 
 M = TypeVar("M")
 
-RETURNING = frozenset({"EndTicket", "UnpinBlocks"})
-"""Methods that give something back."""
+KEEPING = frozenset({"RenewTicket", "SyncTables", "EndTicket", "UnpinBlocks"})
+"""Methods that renew what a tenant has, or give it back."""
 
 
 class RateLimiter:
@@ -51,7 +52,7 @@ class RateLimiter:
 
     def admits(self, caller: Caller, method: str) -> bool:
         """Whether a call of that method may be served; takes it from its tenant's rate."""
-        if caller.internal or method in RETURNING or (caller.operator and method in COMMANDS):
+        if caller.internal or method in KEEPING or (caller.operator and method in COMMANDS):
             return True
         with self._lock:
             return self._calls.take(caller.tenant, self._clock())

@@ -160,7 +160,7 @@ class CoordinatorClient:
         try:
             return self._port.ask(question, self._in_time(deadline), namespace)
         except Unavailable as trouble:
-            if not deadline.remaining_s() or isinstance(trouble, Cancelled):
+            if not deadline.remaining_s() or isinstance(trouble, Cancelled | RateLimited):
                 raise
             return self._port.ask(question, self._in_time(deadline), namespace)
 

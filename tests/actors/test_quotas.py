@@ -160,6 +160,8 @@ def test_a_tenant_beyond_its_rate_gets_misses_and_no_error_and_no_other_does(run
         for _ in range(20):
             assert red.load(prompt(10**6 + 1), out) in (0, BLOCKS * SPEC.block_tokens)
             red.store(prompt(7), values)
+            with red.prepare_load(red.hashes(prompt(7))) as ticket:
+                assert ticket.from_coordinator, "an engine takes it for an answer"
             assert blue.load(prompt(1), out) == BLOCKS * SPEC.block_tokens
         running.put('ram = { limit = "24MiB" }')
         eventually(lambda: red.store(prompt(8), values).blocks == BLOCKS, 10.0)  # and no breaker is open
