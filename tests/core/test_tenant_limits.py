@@ -333,3 +333,30 @@ def test_replicas_of_a_tenant_beyond_its_limit_are_not_made() -> None:
     assert second.report().pull is None
     put(coordinator, ours=TierQuota(limit=9 * PAGE))
     assert second.report().pull is not None
+
+
+QUOTA = st.builds(
+    TierQuota,
+    floor=st.one_of(st.none(), st.integers(0, 60).map(lambda count: count * PAGE)),
+    weight=st.one_of(st.none(), st.sampled_from([0.0, 0.5, 1.0, 3.0])),
+)
+
+
+@given(
+    ours=QUOTA, theirs=QUOTA, held=st.tuples(st.integers(1, 9), st.integers(1, 9)), share=st.sampled_from([0.0, 0.5])
+)
+@settings(max_examples=80, deadline=None)
+def test_at_random_floors_fit_their_tier_and_those_that_fit_are_kept(
+    ours: TierQuota, theirs: TierQuota, held: tuple[int, int], share: float
+) -> None:
+    coordinator, voice = shared(*held, capacity=40, tenant_floor=share)
+    voice.info = replace(voice.info, free_bytes=(40 - sum(held)) * PAGE)
+    voice.report()
+    put(coordinator, ours=ours, theirs=theirs)
+    (member,) = coordinator.core.state.members.all()
+    floors = coordinator.core.state.limits.floors(member, INGEST, {OURS: 0, THEIRS: 0})
+    assert all(floor >= 0 for floor in floors.values())
+    assert sum(floors.values()) <= 0.8 * 40 * PAGE, "what is left suffices for those that have none"
+    named = {OURS: ours.floor or 0, THEIRS: theirs.floor or 0}
+    if sum(named.values()) <= 0.8 * 40 * PAGE:
+        assert all(floors[tenant] >= floor for tenant, floor in named.items())
