@@ -461,6 +461,8 @@ def test_the_ports_of_a_cluster_are_in_one_table() -> None:
             "and no ray.redis_password_file",
         ),
         ({"server": {"secret_file": "secret"}}, "server.secret_file must be an absolute path"),
+        ({"server": {"quota_file": "quotas"}}, "server.quota_file must be an absolute path, not 'quotas'"),
+        ({"log": {"audit_file": "audit"}}, "log.audit_file must be an absolute path, not 'audit'"),
         ({"server": {"advertise": "cache:7070"}}, "server.advertise must be a host name or address without a port"),
         ({"name": "My Cluster"}, "name must be up to 40 of a-z"),
     ],

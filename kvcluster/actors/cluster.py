@@ -21,6 +21,7 @@ from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.transport.certificates import COORDINATOR, own_certificates
 from kvcluster.transport.listener import bound_socket
 
@@ -47,6 +48,7 @@ def check(config: Config) -> tuple[int, int]:
     used: to the caller, instead of only in an actor's log."""
     authenticator(config, "")
     certificates = own_certificates(config, COORDINATOR)
+    QuotaFile(config.server.quota_file)
     ports = _ports(config)
     if config.metrics.port:
         bound_socket(config.metrics.host, config.metrics.port, "metrics.port").close()

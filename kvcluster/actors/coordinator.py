@@ -35,6 +35,7 @@ from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
 from kvcluster.runtime.shard_credentials import CredentialIssuer
+from kvcluster.runtime.tenant_rates import RateLimiter
 from kvcluster.transport.addresses import host_and_port
 from kvcluster.transport.certificates import COORDINATOR as ROLE
 from kvcluster.transport.certificates import own_certificates
@@ -69,9 +70,8 @@ class CoordinatorActor:
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
         self._certificates = certificates = wait(lambda: own_certificates(config, ROLE))
-        self._host = wait(
-            lambda: CoordinatorHost(epoch, config, on_end=end_process, process=process, certificates=certificates)
-        )
+        made = partial(CoordinatorHost, epoch, config, on_end=end_process, restarted=patient)
+        self._host = wait(lambda: made(process=process, certificates=certificates))
         issuer = CredentialIssuer()
         self._auth = auth = authenticator(config, secret, epoch_of=issuer.epoch_of, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, issuer, calls)
@@ -79,16 +79,11 @@ class CoordinatorActor:
         self._advertised = server.advertise
         self._server = wait(
             lambda: GrpcServer(
-                for_workers,
-                auth,
-                host,
-                server.port,
-                server.threads,
-                message_bytes,
-                calls,
+                *(for_workers, auth, host, server.port, server.threads, message_bytes, calls),
                 setting="server.port, --port",
                 certificates=certificates,
                 client_certificates=config.security.client_certificates,
+                rates=RateLimiter(self._host.quotas, calls),
             )
         )
         self._reports = wait(

@@ -42,6 +42,7 @@ from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_credentials import ShardCredentials
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.runtime.tenant_rates import RateLimiter, rates_of
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
@@ -96,7 +97,8 @@ class ShardActor:
         )
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
-        self._server = wait(lambda: _served(config, handlers, auth, calls, certificates))
+        rates = wait(lambda: rates_of(config.server, calls, restarted=patient))
+        self._server = wait(lambda: _served(config, handlers, auth, calls, certificates, rates))
         own = tls = None
         if certificates is not None:
             own = certificates.now().own
@@ -112,6 +114,7 @@ class ShardActor:
             open_source=self._open_source,
             on_end=self._leave,
             probe=self._probe.carry_out,
+            rates=rates,
         )
         host = self._host
         handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
@@ -208,6 +211,7 @@ def _served(
     auth: Authenticator,
     calls: CallMetrics,
     certificates: Certificates | None,
+    rates: RateLimiter | None = None,
 ) -> GrpcServer:
     """Returns a server on the first port for shards that is free on this node. Raises ConfigError if none is."""
     server = config.server
@@ -220,6 +224,7 @@ def _served(
             setting="server.shard_ports",
             certificates=certificates,
             client_certificates=config.security.client_certificates,
+            rates=rates,
         )
 
     return first_free(shard_ports(server), listen)

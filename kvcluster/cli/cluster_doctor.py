@@ -144,7 +144,7 @@ def _degraded(shard: Mapping[str, Any]) -> dict[str, Any]:
     return _problem(
         what,
         "mend what it names; a shard without one of its tiers is then restarted, and until then pages go to the others",
-        severe=True
+        severe=True,
     )
 
 

@@ -23,6 +23,7 @@ from kvcluster.cli import (
     policy,
     report,
     status,
+    tenants,
     token,
     weights,
 )
@@ -32,13 +33,13 @@ from kvcluster.transport.base import Unavailable
 
 _COMMANDS = (
     *(cluster, status, doctor, logs, explain, weights, events),
-    *(admin, pin, policy),
+    *(admin, pin, policy, tenants),
     *(demo_command, breakeven, report, bench, token, certs, completion),
 )
 
 GROUPS = {
     "run a cluster": ("up", "join", "drain", "down"),
-    "see what it does": ("status", "doctor", "logs", "lookup", "explain", "pins", "weights", "events"),
+    "see what it does": ("status", "tenants", "doctor", "logs", "lookup", "explain", "pins", "weights", "events"),
     "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
     "judge whether it helps": ("demo", "breakeven", "report", "bench"),
     "set up": ("token", "certs", "completion"),

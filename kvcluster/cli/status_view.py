@@ -150,6 +150,8 @@ def _add_warnings(page: TextPage, status: dict[str, Any]) -> None:
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         page.say("blocks held only there are misses", label=f"no reports from {lost}: ", tone=Tone.BAD)
+    for sentence in status["warnings"]:
+        page.say(sentence, label="quotas: ", tone=Tone.WARNING)
     for sentence in status["waiting"]:
         page.say(sentence, label="waiting: ", tone=Tone.WARNING)
     for orphan in status["orphans"]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kvcluster.core.messages import ShardInfo, Status, TierUse
+from kvcluster.core.messages import ShardInfo, Status, TenantStatus, TierUse
 from kvcluster.core.tiers import INGEST
 
 
 def status_dict(status: Status) -> dict[str, Any]:
     """Returns a value fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None.
 
-    `totals` sums the counters of all shards; `lost_shards` names those in state "lost"; `differing` has the shards of
-    another release or configuration than the coordinator's, each with a description of the difference; `waiting` has a
-    sentence for each shard that the cluster lacks, and `orphans` the volumes that belong to no running shard, each with
-    the address of its node. Each shard has `restarts`, their number since the coordinator started, `uptime_ns` ago, and
-    `restarted_ns_ago`, when the last one was.
+    `tenants` has what each tenant has beside its quota (`tenant_dict`). `totals` sums the counters of all shards;
+    `lost_shards` names those in state "lost"; `differing` has the shards of another release or configuration than the
+    coordinator's, each with a description of the difference; `waiting` has a sentence for each shard that the cluster
+    lacks, and `orphans` the volumes that belong to no running shard, each with the address of its node. Each shard has
+    `restarts`, their number since the coordinator started, `uptime_ns` ago, and `restarted_ns_ago`, when the last one
+    was.
     """
     out = asdict(status)
     out["counters"] = dict(status.counters)
@@ -46,11 +47,38 @@ def status_dict(status: Status) -> dict[str, Any]:
         for shard in status.shards
         if shard.state != "lost" and (difference := _difference(shard.info, status))
     }
+    out["tenants"] = [tenant_dict(one) for one in status.tenants]
+    out["warnings"] = list(status.warnings)
     out["waiting"] = list(status.waiting)
     out["orphans"] = [{"shard": shard, "node": node} for shard, node in status.orphans]
     asked = out["counters"].get("asked_blocks", 0)
     out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
     return out
+
+
+def tenant_dict(tenant: TenantStatus) -> dict[str, Any]:
+    """Returns a value fit for JSON: what a tenant has, and what its quota grants it, None for no bound."""
+    tiers = {
+        use.tier.name.lower(): {
+            "used_bytes": use.used_bytes,
+            "floor_bytes": use.floor_bytes,
+            "limit_bytes": use.limit_bytes,
+        }
+        for use in tenant.tiers
+    }
+    calls = tenant.calls_per_1000_s
+    return {
+        "tenant": tenant.tenant,
+        "tiers": tiers,
+        "pinned_bytes": tenant.pinned_bytes,
+        "most_pinned_bytes": tenant.most_pinned_bytes,
+        "sequences": tenant.sequences,
+        "most_sequences": tenant.most_sequences,
+        "engines": tenant.engines,
+        "most_engines": tenant.most_engines,
+        "requests_per_second": None if calls is None else calls / 1_000,
+        "bytes_per_second": tenant.bytes_per_s,
+    }
 
 
 def other_tiers(shard: dict[str, Any]) -> list[dict[str, Any]]:

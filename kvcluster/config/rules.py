@@ -257,6 +257,8 @@ def _security_rules(config: Config) -> Iterator[_Rule]:
 
 def _transport_rules(config: Config) -> Iterator[_Rule]:
     yield "grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"
+    for name, path in (("server.quota_file", config.server.quota_file), ("log.audit_file", config.log.audit_file)):
+        yield not path or path.startswith("/"), f"{name} must be an absolute path, not {path!r}: actors run elsewhere"
     for prefix, path in (("server", config.server.socket_dir), ("client", config.client.socket_dir)):
         yield not path or path.startswith("/"), f"{prefix}.socket_dir must be an absolute path, not {path!r}"
     yield bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"

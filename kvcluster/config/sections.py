@@ -151,6 +151,8 @@ class ServerConfig:
     tcp; "0" takes any. "" is the range of 64 ports that begins 30 behind `port` (of port 7070: "7100-7163"), and any
     ports if `port` is 0.
     Without a `token_file` the only tenant is `default`, and `host` must be a loopback address unless `insecure` is set.
+    `quota_file`: what each tenant is granted (docs/operations.md), by its absolute path, on each node; "" for nothing
+    beside the shares of all tenants.
     `secret_file`: the secret with which the nodes and actors of the cluster authenticate one another, the same file on
     each node; "" keeps the cluster on this machine, with a secret of its own.
     `transports`: those that a shard serves; they must include grpc, which carries control.
@@ -164,6 +166,7 @@ class ServerConfig:
     advertise: str = ""
     shard_ports: str = ""
     token_file: str = ""
+    quota_file: str = ""
     secret_file: str = ""
     insecure: bool = False
     threads: int = 16
@@ -217,10 +220,13 @@ class MetricsConfig:
 class LogConfig:
     """What the processes of a cluster log to their standard error. `format`: text, warnings for people; or json, one
     object a line, with a line for each decision besides (docs/metrics.md).
-    `lines_per_second`: the most lines of each event, and of each module besides, in json."""
+    `lines_per_second`: the most lines of each event, and of each module besides, in json.
+    `audit_file`: the file, by its absolute path on the coordinator's node, to which each call of an operator is
+    appended, one JSON object a line; "" for none, where such calls are in the log in json alone."""
 
     format: str = "text"
     lines_per_second: int = 10
+    audit_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)

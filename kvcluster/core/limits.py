@@ -396,6 +396,27 @@ SHARD_CREDENTIALS = 16_384
 
 CERTIFICATE_FILE_BYTES = 1024 * 1024
 """A file of authorities, or of a certificate and its chain: some hundred certificates."""
+QUOTA_FILE_BYTES = 1024 * 1024
+"""The quotas of QUOTA_TENANTS tenants, with all keys."""
+
+QUOTA_TENANTS = 4_096
+"""Tenants with quotas of their own. All others have those of [default]."""
+
+FLOORS_SHARE = 0.8
+"""The most of a tier that the floors of a quota file protect together, as coordinator.tenant_floor may: what is left
+must suffice for the tenants that have none."""
+
+AUDIT_LINES = 4_096
+"""Lines of the audit log that wait to be written, some 300 bytes each. Of more, the number is recorded."""
+
+AUDIT_FILE_BYTES = 64 * 1024 * 1024
+"""An audit log of this size is renamed, in place of the one before: 200,000 calls of operators."""
+
+LISTED_TENANTS = 1_024
+"""Tenants in one listing of their use beside their quotas: some 200 KiB; further ones are left out."""
+
+RATED_TENANTS = 16_384
+"""Tenants whose rate a server remembers, some 200 bytes each: more than a token file has room for."""
 
 TRACE_WAITING_TOKENS = 4_000_000
 """Tokens of requests that wait in an observing engine to be hashed: 32 MB of lists, and some seconds of a thread."""

@@ -8,6 +8,8 @@ all; `n` that take all that they can hold `1 / (n + 1)` each, and as much stays 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcluster.core import limits
 from kvcluster.core.ids import Holder, Tenant
 
@@ -18,11 +20,15 @@ class Shares:
     """The amounts that tenants hold of `most`: a number of things, or of bytes.
 
     `alone` (0 to less than 1) is the share that a tenant may hold if no other holds anything. `most` may change.
+    `quota` returns what a tenant may hold whatever is free (core/quotas.py), None for no such bound: the lesser counts.
     """
 
-    def __init__(self, most: int, alone: float = 0.5) -> None:
+    def __init__(
+        self, most: int, alone: float = 0.5, quota: Callable[[Tenant], int | None] = lambda tenant: None
+    ) -> None:
         self.most = most
         self._alone = alone
+        self._quota = quota
         self._held: dict[Tenant, int] = {}
         self.total = 0
 
@@ -31,13 +37,17 @@ class Shares:
 
     def full(self, tenant: Tenant, amount: int = 1) -> bool:
         """Whether the tenant may not take this amount more."""
+        quota = self._quota(tenant)
+        if quota is not None and self.held(tenant) + amount > quota:
+            return True
         free = self.most - self.total - amount
         return (self.held(tenant) + amount) * (1 - self._alone) > free * self._alone
 
     def room(self, tenant: Tenant) -> int:
         """Returns the largest amount more that the tenant may take, at least 0."""
-        free, held = self.most - self.total, self.held(tenant)
-        return max(0, int(free * self._alone - held * (1 - self._alone)))
+        free, held, quota = self.most - self.total, self.held(tenant), self._quota(tenant)
+        room = max(0, int(free * self._alone - held * (1 - self._alone)))
+        return room if quota is None else min(room, max(0, quota - held))
 
     def add(self, tenant: Tenant, amount: int = 1) -> None:
         """Takes this amount, which may be 0."""

@@ -11,25 +11,19 @@ Where clients show certificates, one whose URI names a tenant or an operator of 
 (transport/certificates.py). Shards show what the coordinator has issued to them (shard_credentials.py), which stands
 for no tenant.
 
-The file is read again when it changes, so that tokens are added and revoked while the cluster runs. It is looked at
-when a caller is to be authenticated, at most once in LOOK_S. A file that has become unusable changes nothing: the
-tokens that it had stay valid until it can be used again. Processes that share one file thus agree within LOOK_S after
-each change. One that restarts while the file is unusable admits no client, and reports why.
+The file is read again when it changes (watched_file.py), so that tokens are added and revoked while the cluster runs.
+It is looked at when a caller is to be authenticated. A process that restarts while the file is unusable admits no
+client, and reports why.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
-import os
 import re
 import secrets
-import stat
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import NamedTuple
 
 from kvcluster.config import TLS, Config
@@ -37,11 +31,10 @@ from kvcluster.config.ports import is_loopback
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Caller, Epoch, Tenant
 from kvcluster.errors import ConfigError, CredentialError
+from kvcluster.runtime.audit_log import audited
+from kvcluster.runtime.watched_file import WatchedFile, read_guarded
 from kvcluster.transport.certificates import OPERATOR, SCHEME, SHARD, CertificateNames
 
-log = logging.getLogger(__name__)
-
-LOOK_S = 1.0
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NO_TENANT = Tenant("-")
 """Of an operator's token that stands for no tenant. No tenant has this name."""
@@ -51,7 +44,6 @@ COMMANDS = frozenset({"Ping", "GetStatus", "GetEngines", "GetNamespaces", "GetPi
 
 _REVOKED = re.compile(r"revoked\s+sha256:([0-9a-f]{64})")
 _LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT.pattern})(\s+operator)?|-\s+operator)")
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Tokens(NamedTuple):
@@ -84,91 +76,51 @@ class TokenFile:
     ) -> None:
         """Raises ConfigError if the file cannot be used now. `must_exist` is False for a process that restarts and has
         to serve the rest of the cluster in any case: then nothing is raised."""
-        self._path = path
         self._one_tenant = one_tenant
-        self._clock = clock
-        self._lock = threading.Lock()
         self._tokens: Tokens | None = None
-        self._seen: object = None
-        self._why = ""
-        self._next_look = clock() + LOOK_S
-        self._look()
-        if self._why and must_exist:
-            raise ConfigError(self._why)
+        self._file = WatchedFile(
+            path,
+            self._read,
+            stays="The tokens that it had stay valid",
+            again=lambda tokens: _taken(path, tokens),
+            must_exist=must_exist,
+            clock=clock,
+        )
 
     def tokens(self) -> Tokens:
         """Returns the tokens that are valid now. Raises CredentialError if no version of the file could be used."""
-        if self._clock() >= self._next_look and self._lock.acquire(blocking=False):
-            try:
-                self._next_look = self._clock() + LOOK_S
-                self._look()
-            finally:
-                self._lock.release()
-        if self._tokens is None:
-            raise CredentialError(f"this server admits no client until its token file can be used: {self._why}")
-        return self._tokens
+        tokens = self._file.value()
+        if tokens is None:
+            raise CredentialError(f"this server admits no client until its token file can be used: {self._file.why}")
+        return tokens
 
     def trouble(self) -> str:
         """Returns why the newest version of the file is not in use, as it could not be used; "" if it is."""
-        with suppress(CredentialError):
-            self.tokens()
-        return self._trouble()
+        return self._file.trouble()
 
-    def _trouble(self) -> str:
-        return (
-            f"{self._why}. The tokens that it had stay valid" if self._why and self._tokens is not None else self._why
-        )
+    def _read(self, path: str) -> Tokens:
+        tokens = read_token_file(path)
+        if self._tokens is None:
+            self._one_tenant = self._one_tenant and tokens.tenant_count == 1
+        elif self._one_tenant and tokens.tenant_count > 1:
+            raise ConfigError(
+                f"the token file {path} now names several tenants, and this cluster shares memory with the "
+                "workers of one: restart it, or leave shm out of server.transports"
+            )
+        self._tokens = tokens
+        return tokens
 
-    def _look(self) -> None:
-        """Reads the file if it is another one than at the last look."""
-        try:
-            found = os.stat(self._path)
-            seen: object = (found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-        except (OSError, ValueError) as error:
-            seen = str(error)
-        if seen == self._seen:
-            return
-        self._seen = seen
-        try:
-            tokens = read_token_file(self._path)
-            if self._tokens is None:
-                self._one_tenant = self._one_tenant and tokens.tenant_count == 1
-            elif self._one_tenant and tokens.tenant_count > 1:
-                raise ConfigError(
-                    f"the token file {self._path} now names several tenants, and this cluster shares memory with the "
-                    "workers of one: restart it, or leave shm out of server.transports"
-                )
-        except ConfigError as error:
-            self._why = str(error)
-            if self._tokens is not None:
-                log.error("%s", self._trouble())
-        else:
-            if self._tokens is not None:
-                log.info("the token file %s was read again: %d tokens", self._path, len(tokens.tenants))
-            self._tokens, self._why = tokens, ""
+
+def _taken(path: str, tokens: Tokens) -> str:
+    """Records that a new version of the file holds. Returns a line for the log."""
+    audited("token_file_read", path=path, tokens=len(tokens.tenants), tenants=tokens.tenant_count)
+    return f"the token file {path} was read again: {len(tokens.tenants)} tokens"
 
 
 def read_token_file(path: str) -> Tokens:
     """Returns the content of a token file. Raises ConfigError if it cannot be read, is not valid, or could have been
     written by another user than root and the user of this process."""
-    try:
-        with open(
-            os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
-        ) as file:  # of a pipe, `open` would wait for a writer
-            found = os.fstat(file.fileno())
-            data = file.read(limits.TOKEN_FILE_BYTES + 1)
-        text = data.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the token file {path}: {error}") from None
-    if len(data) > limits.TOKEN_FILE_BYTES:
-        raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
-    if not found.st_nlink:  # a file in memory, which no other process can open by name
-        return parse_tokens(text)
-    if found.st_uid not in (0, os.geteuid()):
-        raise ConfigError(f"token file {path} belongs to user {found.st_uid}, who could admit anyone: `chown` it")
-    if found.st_mode & _OTHERS_MAY_WRITE:
-        raise ConfigError(f"token file {path} can be written by other users, who could admit anyone: `chmod go-w` it")
-    return parse_tokens(text)
+    return parse_tokens(read_guarded(path, "token file", limits.TOKEN_FILE_BYTES, "admit anyone"))
 
 
 def parse_tokens(text: str) -> Tokens:

@@ -20,6 +20,7 @@ from kvcluster.core.messages import (
     Reply,
     Republish,
     Request,
+    SetQuotas,
     Stalled,
     Warn,
 )
@@ -27,9 +28,11 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.extras import install
 from kvcluster.runtime import json_log
+from kvcluster.runtime.audit_log import CALLS, audit_answer, set_up_audit
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.json_log import decided, warned
 from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Sample, coordinator_samples
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.server import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
@@ -56,8 +59,13 @@ class CoordinatorHost:
         on_end: Callable[[Leave], None],
         process: ProcessInfo | None = None,
         certificates: Certificates | None = None,
+        restarted: bool = False,
     ) -> None:
-        """`process`: for the status. `certificates`: with which KV events are published."""
+        """`process`: for the status. `certificates`: with which KV events are published. `restarted`: it serves whether
+        or not its quota file can be used."""
+        if config.log.audit_file:
+            set_up_audit(config.log.audit_file)
+        self.quotas = QuotaFile(config.server.quota_file, must_exist=not restarted)
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None
         self._made = time.monotonic_ns()
@@ -96,9 +104,11 @@ class CoordinatorHost:
             self.publisher.start()
         # No shard could report until now: the time that this actor waited for its port must not count as grace.
         self._driver.tell(Stalled(time.monotonic_ns() - self._made))
+        self.quotas.watch(lambda quotas, trouble: self._driver.tell(SetQuotas(quotas, trouble)))
         self._driver.start()
 
     def close(self) -> None:
+        self.quotas.close()
         self._driver.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -113,14 +123,25 @@ class CoordinatorHost:
         durable."""
         asked: list[Request[CoordinatorQuestion]] = []
 
-        def noted(call: CallId) -> Request[CoordinatorQuestion]:
-            asked.append(build(call))
-            return asked[0]
+        shown = json_log.shown()
 
-        reply = self._driver.ask(noted if json_log.shown() else build, wait_s, decodes_of)
+        def noted(call: CallId) -> Request[CoordinatorQuestion]:
+            request = build(call)
+            if shown or type(getattr(request, "question", None)).__name__ in CALLS:
+                asked.append(request)
+            return request
+
+        try:
+            reply = self._driver.ask(noted, wait_s, decodes_of)
+        except Unavailable as error:
+            for request in asked:
+                audit_answer(request, None, str(error))
+            raise
+        for request in asked:
+            audit_answer(request, None if isinstance(reply, NotKept) else reply, getattr(reply, "detail", ""))
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
-        decision = json_log.answered(asked[0], reply) if asked else None
+        decision = json_log.answered(asked[0], reply) if asked and shown else None
         if decision is not None:
             decided(decision[0], **decision[1])
         return reply
@@ -162,14 +183,16 @@ class CoordinatorHost:
 
 def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> CoordinatorFigures:
     """Returns the figures of a coordinator for a scrape; with `tenants` also those of each tenant."""
+    status = core.status(now)
     return CoordinatorFigures(
-        core.status(now),
+        status,
         core.state.missed_tokens,
         core.state.eviction_ages,
         core.state.members.open_orders(),
         core.state.namespaces.pins.count(now),
         core.replicator.requests,
         core.state.counted_by_tenant if tenants else {},
+        status.tenants if tenants else (),
     )
 
 

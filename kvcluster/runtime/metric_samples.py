@@ -31,6 +31,7 @@ from kvcluster.core.messages import (
     Stage,
     Staged,
     Status,
+    TenantStatus,
     Written,
 )
 from kvcluster.core.miss import MissReason
@@ -71,6 +72,7 @@ class Refusal(Enum):
 
     CREDENTIAL = "credential"  # none, an unknown one, or one that may not make this call
     BUSY = "busy"  # its tenant has too many calls or connections
+    RATE = "rate"  # beyond the rate of its tenant's quota
     PROTOCOL = "protocol"  # malformed
     VERSION = "version"  # no version of the protocol is spoken by both sides
     METHOD = "method"  # there is no such method here
@@ -122,6 +124,7 @@ class CallMetrics:
         self._start_retries = 0
         self._under_way: list[Callable[[], int]] = []
         self._tokens_trouble: Callable[[], str] = str
+        self._quotas_trouble: Callable[[], str] = str
 
     def took(self, method: str, seconds: float) -> None:
         self._seconds.add((method,), seconds)
@@ -143,6 +146,10 @@ class CallMetrics:
         """Has `trouble` asked why the newest token file is not in use (Authenticator.trouble)."""
         self._tokens_trouble = trouble
 
+    def watch_quotas(self, trouble: Callable[[], str]) -> None:
+        """Has `trouble` asked why the newest quota file is not in use (QuotaFile.trouble)."""
+        self._quotas_trouble = trouble
+
     def samples(self) -> list[Sample | Histogram]:
         under_way = sum(count() for count in self._under_way)
         with self._lock:
@@ -153,6 +160,7 @@ class CallMetrics:
             *self._seconds.samples(),
             Sample("kvcluster_calls_under_way", (), float(under_way)),
             Sample("kvcluster_token_file_stale", (), float(bool(self._tokens_trouble()))),
+            Sample("kvcluster_quota_file_stale", (), float(bool(self._quotas_trouble()))),
             Sample("kvcluster_start_retries_total", (), float(retries)),
         ]
 
@@ -167,6 +175,7 @@ class CoordinatorFigures(NamedTuple):
     pinned_blocks: int
     replica_requests: int
     by_tenant: Mapping[Tenant, Mapping[str, int]]
+    tenants: Iterable[TenantStatus] = ()
 
 
 def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]:
@@ -211,14 +220,23 @@ def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]
         Histogram("kvcluster_eviction_age_seconds", (tier.name.lower(),), ages.cumulative(), ages.total_ns / 1e9)
         for tier, ages in figures.eviction_ages.items()
     ]
+    return [*samples, *_of_tenants(figures)]
+
+
+def _of_tenants(figures: CoordinatorFigures) -> Iterator[Sample]:
+    """Yields the series of each tenant."""
     for tenant, own in figures.by_tenant.items():
         hit, asked = own["hit_tokens"], own["asked_tokens"]
-        samples += [
-            Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "hit"), float(hit)),
-            Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "miss"), float(asked - hit)),
-            Sample("kvcluster_tenant_written_blocks_total", (tenant,), float(own["write_blocks"])),
-        ]
-    return samples
+        yield Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "hit"), float(hit))
+        yield Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "miss"), float(asked - hit))
+        yield Sample("kvcluster_tenant_written_blocks_total", (tenant,), float(own["write_blocks"]))
+    for one in figures.tenants:
+        for use in one.tiers:
+            labels = one.tenant, use.tier.name.lower()
+            kinds = (("used", use.used_bytes), ("floor", use.floor_bytes), ("limit", use.limit_bytes))
+            for kind, nbytes in kinds:
+                if nbytes is not None:
+                    yield Sample("kvcluster_tenant_bytes", (*labels, kind), float(nbytes))
 
 
 def shard_samples(info: ShardInfo, waiting: Mapping[str, int], condemned: int) -> list[Sample]:

@@ -75,6 +75,12 @@ COORDINATOR_METRICS: Mapping[str, Metric] = {
     "kvcluster_tenant_written_blocks_total": Metric(
         _COUNTER, "Blocks that a tenant was granted to write; only with metrics.tenants.", ("tenant",)
     ),
+    "kvcluster_tenant_bytes": Metric(
+        _GAUGE,
+        "Bytes that a tenant has in a tier of all shards, without replicas, and the floor and limit of its quota; only "
+        "with metrics.tenants.",
+        ("tenant", "tier", "kind"),
+    ),
     "kvcluster_blocks": Metric(_GAUGE, "Blocks that can be found, without the private ones of sequences."),
     "kvcluster_private_blocks": Metric(_GAUGE, "Private blocks of open sequences."),
     "kvcluster_claimed_blocks": Metric(_GAUGE, "Blocks that the tables of open sequences name."),
@@ -139,6 +145,9 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     "kvcluster_calls_under_way": Metric(_GAUGE, "gRPC calls that are served or wait for a thread."),
     "kvcluster_token_file_stale": Metric(
         _GAUGE, "1 while the newest token file cannot be used, and the tokens of the one before are valid."
+    ),
+    "kvcluster_quota_file_stale": Metric(
+        _GAUGE, "1 while the newest quota file cannot be used, and the quotas of the one before hold."
     ),
     "kvcluster_start_retries_total": Metric(
         _COUNTER, "Attempts of this process to start again that failed, until it could serve."

@@ -27,7 +27,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
 
@@ -37,12 +37,13 @@ from kvcluster.core.messages import Done, Inventory, Reply, Report, Request
 from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.runtime.audit_log import audited
 from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, ONLY_TO_ISSUE, Authenticator
 from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
 from kvcluster.runtime.private_files import locked, replace_file
 from kvcluster.transport.addresses import host_and_port
-from kvcluster.transport.base import Unavailable
+from kvcluster.transport.base import TOO_MANY_CALLS, Unavailable
 from kvcluster.transport.certificates import CertificateNames, Certificates, names_in_pem
 from kvcluster.transport.rpc import RpcHandler, identity, server_options, status_of
 from kvcluster.wire.methods import COORDINATOR, Method
@@ -77,6 +78,7 @@ _IN_WORDS = {
 _COMMANDS = frozenset(COORDINATOR[name].path for name in COMMANDS)
 
 _ISSUE = COORDINATOR["IssueCredential"].path
+_RATE = f"{TOO_MANY_CALLS}: it is served again later"
 _TOO_MANY = "too many calls of this tenant are under way"
 _BOUND = 4_096
 """Handlers that are kept, each of one method for one caller."""
@@ -115,6 +117,13 @@ class _Threads(ThreadPoolExecutor):
             self.calls -= 1
 
 
+class CallRates(Protocol):
+    """How many calls of each tenant are served (tenant_rates.py)."""
+
+    def admits(self, caller: Caller, method: str) -> bool:
+        """Whether a call of the method of that name may be served now."""
+
+
 class _Table(grpc.GenericRpcHandler):
     """Looks methods up by path, and authenticates the call. gRPC asks it, from one thread, before it reads a message or
     takes a thread.
@@ -129,10 +138,12 @@ class _Table(grpc.GenericRpcHandler):
         authenticator: Authenticator,
         threads: int,
         metrics: CallMetrics,
+        rates: CallRates | None,
         *,
         certified: bool,
     ) -> None:
         self._metrics = metrics
+        self._rates = rates
         self.refusing = _Threads(1, "kvcluster-rpc-refuse")
         self._certified = _Threads(_SHARES * threads, "kvcluster-rpc-certified") if certified else None
         self._certified_calls = Shares(_SHARES * threads)
@@ -172,6 +183,9 @@ class _Table(grpc.GenericRpcHandler):
         if threads.full:
             decided("call_refused", reason=Refusal.BUSY.value, method=details.method, tenant=caller.tenant)
             return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
+        if self._beyond_rate(caller, details.method):
+            # On the tenant's own threads, so that it always learns why: a worker must not take this for a fault.
+            return _on(threads, "stream_stream", _abort(grpc.StatusCode.UNAVAILABLE, _RATE))
         name = details.method, caller
         bound = self._bound.get(name)
         if bound is None:
@@ -179,6 +193,14 @@ class _Table(grpc.GenericRpcHandler):
                 self._bound.clear()
             bound = self._bound[name] = _on(threads, handler.kind, partial(handler.serve, caller))
         return bound
+
+    def _beyond_rate(self, caller: Caller, method: str) -> bool:
+        """Whether this call is beyond the rate of its tenant; counts it if it is."""
+        if self._rates is None or self._rates.admits(caller, method.rpartition("/")[2]):
+            return False
+        decided("call_refused", reason=Refusal.RATE.value, method=method, tenant=caller.tenant)
+        self._metrics.refused(Refusal.RATE)
+        return True
 
     def close(self) -> None:
         certified = () if self._certified is None else (self._certified,)
@@ -198,6 +220,8 @@ class _Table(grpc.GenericRpcHandler):
                 self._metrics.refused(Refusal.CREDENTIAL)
                 decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method, why=str(error))
                 context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            if self._beyond_rate(caller, method):
+                context.abort(grpc.StatusCode.UNAVAILABLE, _RATE)
             with self._counting:
                 if not self._certified_calls.full(caller.tenant):
                     self._certified_calls.add(caller.tenant)
@@ -243,12 +267,17 @@ class _Table(grpc.GenericRpcHandler):
         self._refused += 1
         if self._refused > _REFUSALS or self.refusing.full:
             return None
+        return _on(self.refusing, "stream_stream", _abort(code, why))
 
-        def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            context.abort(code, why)
-            raise AssertionError("abort raises")
 
-        return _on(self.refusing, "stream_stream", refuse)
+def _abort(code: grpc.StatusCode, why: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    """Returns what serves a call by this status, without its message."""
+
+    def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.abort(code, why)
+        raise AssertionError("abort raises")
+
+    return refuse
 
 
 def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _GrpcHandler:
@@ -296,7 +325,8 @@ def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 class GrpcServer:
     """Listens on `host:port` until `close`. Port 0 takes a free port; `port` is the actual one. `handlers`
     may be filled until `start`. `threads` are the most of one tenant: it gets fewer where there are many. Longer
-    messages than `message_bytes` are refused unread. Raises ConfigError, which names `setting`, if it cannot listen."""
+    messages than `message_bytes` are refused unread, and so are calls that `rates` does not admit. Raises ConfigError,
+    which names `setting`, if it cannot listen."""
 
     def __init__(
         self,
@@ -311,11 +341,14 @@ class GrpcServer:
         setting: str = "server.port",
         certificates: Certificates | None = None,
         client_certificates: bool = False,
+        rates: CallRates | None = None,
     ) -> None:
         """`certificates`: those by which it serves TLS; None to serve in the clear. `client_certificates`: only those
         connect who show one of their own."""
         certified = certificates is not None and client_certificates
-        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()), certified=certified)
+        self._table = _Table(
+            *(handlers, authenticator, threads, metrics or CallMetrics(()), rates), certified=certified
+        )
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
         options = server_options(message_bytes)
         self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)
@@ -395,6 +428,8 @@ def _unary(
         if refusal is not None:
             metrics.refused(Refusal.CREDENTIAL)
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method.name, tenant=caller.tenant)
+            if method.name in _IN_WORDS:
+                audited(method.name, caller.tenant, operator=caller.operator, outcome=f"refused: {refusal}")
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         if len(data) > method.most_bytes:
             too_long = (

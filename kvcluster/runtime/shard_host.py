@@ -65,8 +65,10 @@ from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.json_log import AckReader, decided, warned
 from kvcluster.runtime.metric_samples import Histogram, Refusal, Sample, ShardMetrics, shard_samples
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
+from kvcluster.runtime.tenant_rates import Rated, RateLimiter
 from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, open_stores
 from kvcluster.transport.attend_session import ATTEND_PATHS, import_attention
@@ -100,8 +102,11 @@ class ShardHost:
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
         probe: Callable[[ProbeOrder], Findings] = lambda order: Findings(order.number),
+        rates: RateLimiter | None = None,
     ) -> None:
-        """`process`: for the status. `probe`: see peer_probe.py."""
+        """`process`: for the status. `probe`: see peer_probe.py. `rates`: of what it moves for tenants, none by
+        default."""
+        self._rates = rates or RateLimiter(QuotaFile(""))
         shard = me.shard
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
@@ -126,7 +131,7 @@ class ShardHost:
             on_end(Leave(f"{shard} failed: {error!r}"))
 
         self._driver: Driver[ShardMessage] = Driver(
-            self.core,
+            Rated(self.core, self._rates),
             self._perform,
             stall_ns=config.stall_ms * 1_000_000,
             on_failure=fail,
@@ -246,6 +251,7 @@ class ShardHost:
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         self._metrics.exchange_ended(summary)
+        self._rates.moved(summary)
         if json_log.shown():
             decided("exchange_ended", **json_log.exchange_fields(summary))
 

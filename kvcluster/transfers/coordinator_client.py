@@ -18,7 +18,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError, ProtocolError, Unreachable
 from kvcluster.runtime.uninterrupted import without_interrupt
-from kvcluster.transport.base import Cancelled, Deadline, Unavailable
+from kvcluster.transport.base import Cancelled, Deadline, RateLimited, Unavailable
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
 
@@ -60,7 +60,7 @@ class GrpcPort:
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         try:
             return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
-        except Cancelled:
+        except (Cancelled, RateLimited):
             raise
         except Unavailable as trouble:  # its reasons are those of any server: name this one
             late = trouble.miss.reason is MissReason.DEADLINE
@@ -88,7 +88,7 @@ class WatchedPort:
         fair = deadline.remaining_s() >= _FAIR_S
         try:
             answer = self._port.ask(question, deadline, namespace)
-        except Cancelled:
+        except (Cancelled, RateLimited):
             raise
         except Unavailable as error:
             if fair or error.miss.reason is not MissReason.DEADLINE:
@@ -160,7 +160,7 @@ class CoordinatorClient:
         try:
             return self._port.ask(question, self._in_time(deadline), namespace)
         except Unavailable as trouble:
-            if not deadline.remaining_s() or isinstance(trouble, Cancelled):
+            if not deadline.remaining_s() or isinstance(trouble, Cancelled | RateLimited):
                 raise
             return self._port.ask(question, self._in_time(deadline), namespace)
 

@@ -28,7 +28,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.transfers.coordinator_client import CoordinatorClient
 from kvcluster.transfers.layouts import check_hashes, kind_of
-from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.base import Deadline, RateLimited, Unavailable
 
 T = TypeVar("T")
 Cover = tuple[Source, ...] | None
@@ -98,6 +98,8 @@ class ChainPreparer:
                 self._prefix(granted, hashes, self._need)
             else:
                 self._mixed(granted, hashes)
+        except RateLimited as trouble:  # by a coordinator that answers
+            granted.miss, granted.answered = trouble.miss, granted.answered or self._control.is_attached(self._spec)
         except Unavailable as trouble:
             granted.miss = trouble.miss
         except BaseException:

@@ -21,7 +21,7 @@ from kvcluster.core.messages import Refused, RefusedKind, ShardAddress
 from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transfers.breaker import LEAST_WAIT_NS, Breaker, BreakerState, PermitNumber
-from kvcluster.transport.base import Cancelled, PathLost, RefusedByShard, Unavailable
+from kvcluster.transport.base import Cancelled, PathLost, RateLimited, RefusedByShard, Unavailable
 
 SILENT_SHARE = 4
 """A shard that sends nothing for 1/4 of a load's time is silent: early enough to read everything from another shard."""
@@ -108,7 +108,7 @@ class ShardHealth:
             self.gave_up(permit)
             return AskAgain(reattached)
         if isinstance(error, Unavailable) and not isinstance(error, Cancelled):
-            if error.miss.reason is PURGING.reason:  # no fault of the shard
+            if error.miss.reason is PURGING.reason or isinstance(error, RateLimited):  # no fault of the shard
                 self.answered(permit)
             else:
                 self.failed(permit, error.miss, now)

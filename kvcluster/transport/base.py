@@ -49,6 +49,16 @@ class Cancelled(Unavailable):
     """The caller cancelled the exchange. It says nothing about the shard."""
 
 
+class RateLimited(Unavailable):
+    """The server refused the call, since its tenant makes more calls than its quota allows. It says nothing about the
+    server, which serves the tenant again a moment later."""
+
+
+TOO_MANY_CALLS = "this tenant makes more calls a second than its quota allows"
+"""The beginning of what a server says that refuses such a call. By it a client distinguishes this from a server that
+cannot be reached: both are UNAVAILABLE, so that older clients take it for a miss, too."""
+
+
 class PathLost(Unavailable):
     """The path of an exchange has broken, and there is another path to the same shard: the caller may ask for the rest
     of the exchange again at once. The outcome of what was under way is unknown."""

@@ -28,7 +28,7 @@ from kvcluster.errors import (
 )
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.addresses import check_address
-from kvcluster.transport.base import Cancelled, Deadline, Unavailable
+from kvcluster.transport.base import TOO_MANY_CALLS, Cancelled, Deadline, RateLimited, Unavailable
 from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.forks import FORKS
 from kvcluster.transport.listener import Descriptors
@@ -251,6 +251,8 @@ class Connection:
                 f"the server at {self.address} is no kvcluster server, or of another release, or has refused too many "
                 f"calls in this second to say why: {detail}"
             ) from None
+        if code is grpc.StatusCode.UNAVAILABLE and (detail or "").startswith(TOO_MANY_CALLS):
+            raise RateLimited(Miss(MissReason.FULL, f"{self.address}: {detail}")) from None
         raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {_plain(detail)}")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:

@@ -26,6 +26,9 @@ from kvcluster.core.messages import (
     StoreGrant,
     StoreRun,
     TablesSynced,
+    TenantStatus,
+    TenantTier,
+    Tier,
 )
 from kvcluster.core.spec import KVSpec
 from kvcluster.wire.checks import at_most, must
@@ -46,6 +49,7 @@ from kvcluster.wire.common import (
     SHARD,
     SPEC,
     TENANT,
+    TIER,
     pairs,
 )
 from kvcluster.wire.fields import (
@@ -154,6 +158,28 @@ _SHARD_STATUS = Struct(
     restarts=amount("restarts"),
     restarted_ns_ago=NS,
 )
+_TENANT_TIER = Struct(
+    pb.TenantTier,
+    TenantTier,
+    tier=TIER,
+    used_bytes=amount("bytes"),
+    floor_bytes=Maybe(amount("bytes")),
+    limit_bytes=Maybe(amount("bytes")),
+)
+_TENANT_STATUS = Struct(
+    pb.TenantStatus,
+    TenantStatus,
+    tenant=TENANT,
+    tiers=Rows(each(_TENANT_TIER), len(Tier), "tiers of a tenant"),
+    pinned_bytes=amount("bytes"),
+    most_pinned_bytes=Maybe(amount("bytes")),
+    sequences=amount("sequences"),
+    most_sequences=Maybe(amount("sequences")),
+    engines=amount("engines"),
+    most_engines=Maybe(amount("engines")),
+    calls_per_1000_s=Maybe(amount("calls")),
+    bytes_per_s=Maybe(amount("bytes")),
+)
 _STATUS = Struct(
     pb.Status,
     Status,
@@ -177,6 +203,8 @@ _STATUS = Struct(
     protocol=PROTOCOL,
     waiting=Rows(each(words("a reason for waiting")), limits.SCHEDULE_LINES, "shards that wait"),
     orphans=Rows(Columns(pb.Orphans, None, shard=each(SHARD), node=each(NODE)), limits.SCHEDULE_LINES, "orphans"),
+    tenants=Rows(each(_TENANT_STATUS), limits.LISTED_TENANTS, "tenants"),
+    warnings=Rows(each(words("a warning")), limits.SCHEDULE_LINES, "warnings"),
 )
 _SHARD_FINDINGS = Struct(pb.ShardFindings, ShardFindings, shard=SHARD, findings=FINDINGS)
 _CHANGED: Rows[SequenceId] = Rows(SEQUENCES, limits.SEQUENCES_PER_HOLDER, "sequences in a message")

@@ -40,6 +40,12 @@ _MEMORY_S = 60.0
 _BEGIN_S = 60.0
 _CONTROL_S = 1.5
 _END_S = 20.0
+_QUOTAS = """
+[tenants.limited]
+ram = { limit = "16MiB" }
+requests_per_second = 100
+bytes_per_second = "8MiB"
+"""
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ROOT = Path(__file__).parents[2]
 
@@ -79,7 +85,9 @@ class Honest:
 class Stage:
     """A cluster, its honest tenant, and what an attacker needs to know."""
 
-    def __init__(self, cluster: LocalCluster, honest: Honest, target: dict[str, Any]) -> None:
+    def __init__(self, cluster: LocalCluster, honest: Honest, target: dict[str, Any], limited: str) -> None:
+        """`limited`: the token of the tenant with quotas."""
+        self._limited = limited
         self._cluster = cluster
         self._honest = honest
         self._target = target
@@ -88,11 +96,12 @@ class Stage:
         """Returns what an attack did in so many seconds, in turns with a control. Memory is given back within
         `memory_s`, or never."""
         attack, pause = ATTACKS[name], threading.Event()
-        outcome = Outcome(name, attack.what)
+        outcome = Outcome(name, attack.what, limited=attack.limited)
+        token = self._limited if attack.limited else self._target["token"]
         before = self._memory()
         peaks = [before]
         for _ in range(turns):
-            facts = {**self._target, "token": self._target["token"] if attack.by_tenant else None}
+            facts = {**self._target, "token": token if attack.by_tenant else None}
             attacker = _start("tests.attacks.attackers", name)
             assert attacker.stdin is not None
             attacker.stdin.write(json.dumps(facts) + "\n")
@@ -144,15 +153,18 @@ class Stage:
 
 @contextmanager
 def stage(*, tls: bool = False) -> Iterator[Stage]:
-    """A cluster of two shards with tokens of three tenants, and the honest tenant at work. With `tls` all of it is
-    within TLS, by certificates that are made for it."""
-    tokens = {tenant: new_token() for tenant in ("honest", "attacker", "bystander")}
+    """A cluster of two shards with tokens of four tenants, one of whom has quotas, and the honest tenant at work. With
+    `tls` all of it is within TLS, by certificates that are made for it."""
+    tokens = {tenant: new_token() for tenant in ("honest", "attacker", "bystander", "limited")}
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         file = Path(folder, "tokens")
         file.write_text("".join(token_line(token, tenant) + "\n" for tenant, token in tokens.items()), encoding="utf-8")
+        quotas = Path(folder, "quotas")
+        quotas.write_text(_QUOTAS, encoding="utf-8")
+        quotas.chmod(0o600)
         events, port = f"tcp://127.0.0.1:{free_port()}", free_port()
         config: dict[str, Any] = {
-            "server": {"token_file": str(file), "transports": ["tcp", "grpc"]},
+            "server": {"token_file": str(file), "quota_file": str(quotas), "transports": ["tcp", "grpc"]},
             "events": {"endpoint": events},
             "metrics": {"port": port},
         }
@@ -168,7 +180,8 @@ def stage(*, tls: bool = False) -> Iterator[Stage]:
             honest = Honest(cluster.address, metrics, tokens["honest"])
             try:
                 honest.wait()
-                yield Stage(cluster, honest, asdict(look(cluster.address, tokens["attacker"], events, metrics)))
+                target = look(cluster.address, tokens["attacker"], events, metrics)
+                yield Stage(cluster, honest, asdict(target), tokens["limited"])
             finally:
                 honest.end()
 

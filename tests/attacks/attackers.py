@@ -101,11 +101,13 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """`by_tenant`: the attacker has a token of its own."""
+    """`by_tenant`: the attacker has a token of its own. `limited`: it is a tenant with quotas; then less of it may be
+    noticed (verdict.py)."""
 
     what: str
     begin: Callable[[Target], Any]  # a context manager of an Act
     by_tenant: bool = False
+    limited: bool = False
 
 
 def look(address: str, token: str, events: str, metrics: tuple[str, ...]) -> Target:
@@ -497,6 +499,12 @@ ATTACKS: Mapping[str, Attack] = {
     "registrations": Attack("registrations of 60 MiB", partial(_long, calls=long_registrations), by_tenant=True),
     "questions": Attack("questions of 2 MiB", partial(_long, calls=long_questions), by_tenant=True),
     "stores": Attack("stores without end", partial(_stores, first=10**6, pin=False), by_tenant=True),
+    "at-its-limit": Attack(
+        "stores without end of a tenant at its limits of bytes and rates",
+        partial(_stores, first=4 * 10**6, pin=False),
+        by_tenant=True,
+        limited=True,
+    ),
     "pins": Attack("pins without end", partial(_stores, first=2 * 10**6, pin=True), by_tenant=True),
     "holds": Attack("tickets for all that is stored", _holds, by_tenant=True),
     "tables": Attack("tables of blocks that no shard has", _tables, by_tenant=True),

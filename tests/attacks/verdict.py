@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 P99_RATIO = 3.0
 HIT_POINTS = 2.0
+LIMITED_P99_RATIO = 1.5
+LIMITED_HIT_POINTS = 1.0
+"""The bounds on what a tenant with quotas does to others."""
 MEMORY_RATIO = 1.10
 GROWTH_BYTES = 64 * 2**20
 
@@ -43,6 +46,7 @@ class Outcome:
     control: list[Sample] = field(default_factory=list)
     memory: tuple[int, int, int] = (0, 0, 0)  # before, the most, afterwards
     growth: tuple[int, str] = (0, "")
+    limited: bool = False
 
     def failures(self) -> list[str]:
         """Returns each bound that the attack broke, in words; none if it did nothing to the honest tenant."""
@@ -51,12 +55,13 @@ class Outcome:
             return ["the honest tenant made no request"]
         if not self.done + self.refused:
             found.append("the attacker did nothing")
-        p99, bound = percentile(self.attacked, 99), P99_RATIO * percentile(self.control, 99)
+        ratio, points = (LIMITED_P99_RATIO, LIMITED_HIT_POINTS) if self.limited else (P99_RATIO, HIT_POINTS)
+        p99, bound = percentile(self.attacked, 99), ratio * percentile(self.control, 99)
         if p99 > bound:
             found.append(f"p99 {p99:.1f} ms exceeds {bound:.1f} ms")
         for kind in KINDS:
             during, beside = rate(self.attacked, kind), rate(self.control, kind)
-            if during < beside - HIT_POINTS:
+            if during < beside - points:
                 found.append(f"done of what each {kind} wanted: {during:.1f} % beside {beside:.1f} %")
         before, _, after = self.memory
         if after > MEMORY_RATIO * before:

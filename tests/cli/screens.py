@@ -7,8 +7,8 @@ from typing import Any
 
 from kvcluster.cli.cluster_doctor import judged
 from kvcluster.cli.pin import pins_dict
-from kvcluster.client.status import status_dict
-from kvcluster.core.ids import Epoch, ShardId
+from kvcluster.client.status import status_dict, tenant_dict
+from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import (
     Findings,
     Link,
@@ -19,6 +19,8 @@ from kvcluster.core.messages import (
     ShardInfo,
     ShardStatus,
     Status,
+    TenantStatus,
+    TenantTier,
     Tier,
     TierUse,
 )
@@ -105,6 +107,21 @@ def engines() -> list[dict[str, Any]]:
     shared = {"name": "host-1:4711", "model": SPEC.model, "weights": SPEC.weights, "facts": facts, "private": False}
     changed = {"name": "host-2:4711", "weights": "private:1b2c3d4e5f60718293a4b5c6", "private": True}
     return [shared, {**shared, **changed}]
+
+
+def tenants() -> dict[str, Any]:
+    """One at its limit, one with a floor alone, one without a quota, and floors that do not fit."""
+    tiers = TenantTier(Tier.RAM, 15 * GIB, 4 * GIB, 16 * GIB), TenantTier(Tier.DISK, 40 * GIB, None, 400 * GIB)
+    chat = TenantStatus(
+        Tenant("chat"), tiers, GIB, 2 * GIB, 200, 200, 3, 8, calls_per_1000_s=500_000, bytes_per_s=2 * GIB
+    )
+    search = TenantStatus(Tenant("search"), (TenantTier(Tier.RAM, 300 * MIB, 8 * GIB),), sequences=7)
+    trial = TenantStatus(Tenant("trial"), (TenantTier(Tier.RAM, 12 * MIB),))
+    warning = (
+        f"the floors of the quota file have {12 * GIB} bytes of the ram tier together, and the shards have {12 * GIB}: "
+        "each floor is scaled down, so that all have 80%"
+    )
+    return {"tenants": [tenant_dict(one) for one in (chat, search, trial)], "warnings": [warning]}
 
 
 def pins() -> dict[str, Any]:

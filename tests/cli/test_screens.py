@@ -22,6 +22,7 @@ from kvcluster.cli.explain import add_explanation, add_lookup
 from kvcluster.cli.main import parser
 from kvcluster.cli.pin import add_pins
 from kvcluster.cli.status_view import add_engines, add_status
+from kvcluster.cli.tenants import add_tenants
 from kvcluster.cli.text_page import TableColumn, TextPage, Tone
 from tests.cli import screens
 from tests.cli.test_help import commands
@@ -37,6 +38,8 @@ SCREENS: dict[str, Callable[[TextPage], None]] = {
     "weights": lambda page: add_engines(page, screens.engines()),
     "pins": lambda page: add_pins(page, screens.pins()),
     "pins where nothing is pinned": lambda page: add_pins(page, {"pins": [], "more_blocks": 0}),
+    "tenants": lambda page: add_tenants(page, screens.tenants()),
+    "tenants where there is none": lambda page: add_tenants(page, {"tenants": [], "warnings": []}),
     "doctor where all is well": lambda page: add_diagnosis(page, screens.diagnosis()),
     "doctor of a cluster in trouble": lambda page: add_diagnosis(page, screens.bad_diagnosis()),
     "doctor where nothing listens": lambda page: add_diagnosis(page, screens.unreachable()),

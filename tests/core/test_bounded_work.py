@@ -52,7 +52,7 @@ MOST = {
     "drain": 250,
     "set_policy": 1,
     "begin_probe": 45,
-    "get_status": 50,
+    "get_status": 60,
     "report": 2_100,
     "report_of_pieces": 7_500,
     "report_of_a_target": 1_050,
@@ -60,6 +60,7 @@ MOST = {
     "report_of_a_shard_that_erases": 1_200,
     "inventory": 2_100,
     "schedule_seen": 1,
+    "set_quotas": 1,
     "republish": 15,
     "coordinator_tick": 3_500,
     "tick_that_ends_leases": 1_400,  # private blocks that follow one another

@@ -10,6 +10,7 @@ from typing import Any
 from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import Tier, common, coordinator, effects, exchange, orders, reports, shard
 from kvcluster.core.miss import Loss
+from kvcluster.core.quotas import NO_QUOTA
 from kvcluster.release import PROTOCOL_VERSION
 
 MODULES = (common, coordinator, effects, effects, coordinator, reports, exchange, orders, orders, reports, shard)
@@ -27,6 +28,7 @@ NOTHING = [
         Tier.RAM,
         orders.NO_ORDERS,
         orders.ProcessFacts(),
+        NO_QUOTA,
     )
 ]
 OTHERWISE = {

@@ -228,13 +228,13 @@ def test_a_tenant_alone_reserves_all_that_there_is() -> None:
 def test_no_tenant_falls_below_its_floor_but_for_itself(
     stored: dict[Tenant, int], floors: int, pressing: dict[Tenant, int], asked: list[tuple[Tenant, int]]
 ) -> None:
-    may = TenantFloors(stored, floors, pressing)
+    floor = floors // len(stored)
+    may = TenantFloors(stored, dict.fromkeys(stored, floor), pressing)
     left = dict(stored)
     for tenant, nbytes in asked:
         if not may.closed(tenant):
             may.take(tenant, nbytes)
             left[tenant] = left.get(tenant, 0) - nbytes
-    floor = floors // len(stored)
     for tenant, held in stored.items():
         assert left[tenant] > min(held, floor) - pressing.get(tenant, 0) - 9, "it may be the last to go"
 

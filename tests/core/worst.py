@@ -20,7 +20,7 @@ from kvcluster.core.coordinator.engine_registry import RECORD_BYTES
 from kvcluster.core.doctor_probes import SINCE_VERSION
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId, Tenant
 from kvcluster.core.messages import (
     Abort,
     Attach,
@@ -72,6 +72,7 @@ from kvcluster.core.messages import (
     ScheduleSeen,
     Send,
     SetPolicy,
+    SetQuotas,
     SetWeights,
     ShardInfo,
     Siblings,
@@ -94,6 +95,7 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.core.quotas import Quotas, TenantQuota, TierQuota
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
@@ -444,6 +446,11 @@ def schedule_seen(size: int) -> Step:
     return Step(coordinator(1)[0], ScheduleSeen(("a shard waits",) * size, orphans))
 
 
+def set_quotas(size: int) -> Step:
+    quota = TenantQuota({Tier.RAM: TierQuota(1, 2, 3)}, pinned=1)
+    return Step(coordinator(1)[0], SetQuotas(Quotas(quota, {Tenant(f"t{number}"): quota for number in range(size)})))
+
+
 def report(size: int) -> Step:
     """Corrupt pages of blocks that lie elsewhere too, while the shard asks for room, all of which has been promised."""
     core, shards = held(size)
@@ -557,6 +564,7 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (Report, report_of_a_shard_that_erases, limits.BLOCKS_PER_CALL),
     (Inventory, inventory, limits.INVENTORY_CHUNK),
     (ScheduleSeen, schedule_seen, limits.SCHEDULE_LINES),
+    (SetQuotas, set_quotas, limits.QUOTA_TENANTS),
     (Republish, republish, limits.NAMESPACES_PER_TENANT),
     (Tick, coordinator_tick, limits.BLOCKS_PER_CALL),
     (Tick, tick_that_ends_leases, 8 * limits.BLOCKS_PER_CALL),

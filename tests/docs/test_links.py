@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from kvcluster.config import load
+from kvcluster.core.quotas import parse_quotas
 from tests.docs.snippets import PAGES, ROOT, Snippet, snippets_of, text_of
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -54,11 +55,13 @@ FILES = [snippet for page in PAGES for language in ("toml", "json", "yaml") for 
 
 @pytest.mark.parametrize("snippet", FILES, ids=str)
 def test_files_that_are_shown_can_be_read(snippet: Snippet, tmp_path: Path) -> None:
-    """Settings of a cluster are loaded as a cluster loads them, but for the files that they name."""
+    """Settings of a cluster are loaded as a cluster loads them, but for the files that they name; and so are quotas."""
     if snippet.language == "json":
         assert json.loads(snippet.code)
     elif snippet.language == "yaml":
         assert list(yaml.safe_load_all(snippet.code))
+    elif "[tenants." in snippet.code:
+        assert parse_quotas(snippet.code).tenants
     else:
         file = tmp_path / "cluster.toml"
         file.write_text(snippet.code, encoding="utf-8")

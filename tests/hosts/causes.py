@@ -86,6 +86,7 @@ def cause(*rises: str, falls: tuple[str, ...] = (), fires: str = "", also: str =
     *('store_blocks_total{decision="write"}', 'store_blocks_total{decision="committed"}'),
     *('reported_pages_total{event="committed"}', 'shard_pages_total{event="commits"}', 'tier_pages{tier="ram"}'),
     *('tenant_lookup_tokens_total{tenant="ops"}', 'tenant_written_blocks_total{tenant="ops"}', "call_seconds"),
+    'tenant_bytes{tenant="ops",tier="ram",kind="used"}',
     *('exchanges_total{operation="load",result="done"}', 'exchanges_total{operation="store",result="done"}'),
     *('exchange_seconds{operation="load"}', 'moved_bytes_total{operation="load",path="tcp",tier="ram"}'),
     *('moved_bytes_total{operation="store",path="tcp",tier="ram"}', 'worker_paths{path="tcp"}'),
@@ -205,6 +206,15 @@ def the_token_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
     path = world.cluster.folder / "tokens"
     kept = path.read_text(encoding="utf-8")
     path.write_text("no line of a token file\n", encoding="utf-8")
+    yield
+    path.write_text(kept, encoding="utf-8")
+
+
+@cause("quota_file_stale")
+def the_quota_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
+    path = world.cluster.folder / "quotas"
+    kept = path.read_text(encoding="utf-8")
+    path.write_text("no line of a quota file\n", encoding="utf-8")
     yield
     path.write_text(kept, encoding="utf-8")
 

@@ -63,6 +63,8 @@ class Cluster:
         try:
             self.network.__enter__()
             (self.folder / "tokens").write_text(token_line(self.token, "ops", operator=True) + "\n", encoding="utf-8")
+            (self.folder / "quotas").write_text("# no quota\n", encoding="utf-8")
+            (self.folder / "quotas").chmod(0o600)
             secret = self.kvcluster("head", "token", "--secret")
             (self.folder / "secret").write_text(secret, encoding="utf-8")
             (self.folder / "secret").chmod(0o600)

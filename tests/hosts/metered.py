@@ -50,6 +50,9 @@ mount --bind "$1" $at$own && shift && exec "$@"
 """
 
 
+_TOKENS = 'token_file = "/etc/kvcluster/tokens"'
+
+
 class MeteredCluster:
     """Use as a context manager. `cluster` is the cluster, `prometheus` what scrapes it, and `worker` a worker on the
     host of Prometheus, which scrapes it too."""
@@ -58,7 +61,8 @@ class MeteredCluster:
         self._program = program
         self._open = ExitStack()
         self._settings = _SETTINGS + printed_metrics_settings() + "tenants = true\n"
-        self.cluster = Cluster(self._settings, {"20GiB": f"{RAM_BYTES}"})
+        quotas = {_TOKENS: f'{_TOKENS}\nquota_file = "/etc/kvcluster/quotas"'}
+        self.cluster = Cluster(self._settings, {"20GiB": f"{RAM_BYTES}", **quotas})
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:

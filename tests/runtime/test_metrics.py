@@ -24,7 +24,10 @@ from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.lone_shard import LoneShard
 from tests.core.samples import SPEC, attempt, gone, pages
 
-OF_TENANTS = ("kvcluster_tenant_lookup_tokens_total", "kvcluster_tenant_written_blocks_total")
+OF_TENANTS = (
+    *("kvcluster_tenant_lookup_tokens_total", "kvcluster_tenant_written_blocks_total"),
+    "kvcluster_tenant_bytes",
+)
 """Shown only to who asks for them, metrics.tenants."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -102,7 +105,7 @@ def test_a_call_is_in_the_first_bucket_that_holds_it_and_in_all_behind() -> None
     assert histogram.counts == (2, 2, *[3] * (len(BUCKETS) - 2), 4)
     assert histogram.seconds == pytest.approx(1_000.0025)
     assert {sample.labels[0]: sample.value for sample in refused if not isinstance(sample, Histogram)} == {
-        "credential": 1, "busy": 0, "protocol": 0, "version": 0, "method": 0
+        "credential": 1, "busy": 0, "protocol": 0, "version": 0, "method": 0, "rate": 0
     }  # fmt: skip
 
 

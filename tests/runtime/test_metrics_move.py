@@ -36,11 +36,14 @@ from kvcluster.core.messages import (
     ReadRequest,
     Reply,
     SetPolicy,
+    SetQuotas,
+    Tier,
     WriteRequest,
     Written,
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.core.quotas import Quotas, TenantQuota, TierQuota
 from kvcluster.core.shard.disk_recovery import NO_STORE
 from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.memory import codec
@@ -49,6 +52,7 @@ from kvcluster.runtime.coordinator_host import figures_of
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
 from kvcluster.runtime.metrics import METRICS
 from kvcluster.runtime.metrics_server import ProcessSamples
+from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
@@ -72,7 +76,7 @@ from tests.client.test_tiers import FIRST, NUMBERS, RAM_BYTES, numbers, where
 from tests.core.lone_coordinator import BLOCKS, A, B, LoneCoordinator, beat, pin
 from tests.core.lone_shard import LoneShard
 from tests.core.pulling import drain, others, want
-from tests.core.samples import PAGE, SECOND, SPEC, attempt, gone, ours, pages
+from tests.core.samples import OURS, PAGE, SECOND, SPEC, attempt, gone, ours, pages
 from tests.core.sequences import PAGES, PRIVATE_SPEC, Q, Syncing, private_page
 from tests.records import copied
 from tests.runtime import hosts
@@ -167,9 +171,11 @@ def test_lookups_stores_and_an_eviction() -> Series:
     return seen
 
 
-@causes("tenant_lookup_tokens_total", "tenant_written_blocks_total")
+@causes("tenant_lookup_tokens_total", "tenant_written_blocks_total", "tenant_bytes")
 def test_figures_of_each_tenant_where_they_are_asked_for() -> Series:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:4]))
+    quota = TenantQuota({Tier.RAM: TierQuota(floor=1_000, limit=2_000)})
+    coordinator.step(SetQuotas(Quotas(tenants={OURS: quota})))
     coordinator.load(attempt(1), BLOCKS[:6])
     coordinator.store(attempt(2), BLOCKS[4:6], first=4, parent=BLOCKS[3])
     without = of_coordinator(coordinator)
@@ -179,6 +185,9 @@ def test_figures_of_each_tenant_where_they_are_asked_for() -> Series:
         ("kvcluster_tenant_lookup_tokens_total", "ours", "hit"): 4 * SPEC.block_tokens,
         ("kvcluster_tenant_lookup_tokens_total", "ours", "miss"): 2 * SPEC.block_tokens,
         ("kvcluster_tenant_written_blocks_total", "ours"): 2,
+        ("kvcluster_tenant_bytes", "ours", "ram", "used"): 4 * PAGE,
+        ("kvcluster_tenant_bytes", "ours", "ram", "floor"): 1_000,
+        ("kvcluster_tenant_bytes", "ours", "ram", "limit"): 2_000,
     }
     return seen
 
@@ -466,6 +475,18 @@ def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
         before = by_series(calls.samples())
         path.write_text("no line of a token file\n", encoding="utf-8")
         return moved(before, by_series(calls.samples()))
+
+
+@causes("quota_file_stale")
+def test_a_quota_file_that_cannot_be_used(tmp_path: Path) -> None:
+    path, calls = tmp_path / "quotas", CallMetrics(())
+    path.write_text("", encoding="utf-8")
+    path.chmod(0o600)
+    file = QuotaFile(str(path), clock=lambda: float("inf"))  # it looks each time
+    calls.watch_quotas(file.trouble)
+    before = by_series(calls.samples())
+    path.write_text("ram = 3\n", encoding="utf-8")
+    return moved(before, by_series(calls.samples()))
 
 
 @causes("call_seconds", "refused_calls_total", "calls_under_way", "start_retries_total")

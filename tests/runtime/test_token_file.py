@@ -11,7 +11,6 @@ from kvcluster.config import Config, ServerConfig
 from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import (
-    LOOK_S,
     Authenticator,
     Caller,
     TokenFile,
@@ -20,6 +19,7 @@ from kvcluster.runtime.auth import (
     read_token_file,
     token_line,
 )
+from kvcluster.runtime.watched_file import LOOK_S
 
 SECRET = "between the actors"
 

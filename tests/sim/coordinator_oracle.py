@@ -7,6 +7,7 @@ each promise is one `require` with one sentence, and what a fault explains is no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from kvcluster.core.coordinator.members import Member
@@ -52,6 +53,7 @@ from tests.sim.evictions import judge_floors, judge_order
 from tests.sim.memory import UNIT_BYTES
 from tests.sim.oracle import Name, namespace_of
 from tests.sim.order_oracle import GivenOrders
+from tests.sim.quota_oracle import QuotaOracle
 from tests.sim.sequence_oracle import SequenceOracle
 from tests.sim.shard import ShardProcess
 from tests.sim.surroundings import Setting
@@ -69,12 +71,16 @@ class ClusterProcesses(Setting, Protocol):
     @property
     def sequence_oracle(self) -> SequenceOracle: ...
 
+    @property
+    def quota_oracle(self) -> QuotaOracle: ...
+
 
 class CoordinatorOracle:
     """Judges the coordinators of one world. `placed` is that of Oracle: when each page was last committed, by shard."""
 
     def __init__(self, world: ClusterProcesses, placed: dict[Name, dict[str, int]]) -> None:
         self._world = world
+        self._quotas = world.quota_oracle
         self._placed = placed
         self._purged_at: dict[NamespaceId, int] = {}
         self._answers: dict[tuple[str, TicketName], tuple[IssuedTicket, object]] = {}  # of live tickets
@@ -96,6 +102,7 @@ class CoordinatorOracle:
 
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
         self._world.sequence_oracle.stepped(c, now)
+        self._quotas.stepped(c, message, _reply(effects))
         if isinstance(message, Tick):
             self._ticked(c)
         elif isinstance(message, Request) and (judge := self._judges.get(type(message.question))) is not None:
@@ -152,8 +159,11 @@ class CoordinatorOracle:
                 if isinstance(order, EvictOrder):
                     pressing = dict(m.pressure) if isinstance(m, Report) else {}
                     floors = self._world.scenario.config.coordinator.tenant_floor
-                    judge_order(c.core, member, order, now, pressing, floors)
-                    judge_floors(c.core, member, order, pressing, floors)
+                    quotas = self._quotas.told(c)
+                    excess = partial(self._quotas.may_lose, c, member, order.tier)
+                    judge_order(c.core, member, order, now, pressing, floors, quotas)
+                    judge_floors(c.core, member, order, pressing, floors, quotas, excess)
+                    self._quotas.ordered(c, member, order, pressing)
                 if isinstance(order, EvictOrder | MoveOrder):
                     self._world.sequence_oracle.ordered(c, order, now)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.coordinator.index import BlockRecord
@@ -10,6 +10,7 @@ from kvcluster.core.coordinator.members import Member
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
+from kvcluster.core.quotas import Quotas
 from tests.sim.violation import require
 
 
@@ -20,13 +21,14 @@ def judge_order(
     now: int,
     pressing: Mapping[Tenant, int],
     floors: float,
+    quotas: Quotas,
 ) -> None:
     """Raises Violation if an order given at `now` names a block of an open sequence, a pinned one, a held one for no
     other tenant that waits below its floor, or a block before its tail. A private block that no sequence claims may
-    always be erased. `pressing` and `floors` are as in judge_floors."""
-    held = _held_bytes(coordinator, member, order)
-    floor = _floor(member, order, held, pressing, floors)
-    needy = [tenant for tenant in pressing if held.get(tenant, 0) < floor]
+    always be erased. `pressing`, `floors` and `quotas` are as in judge_floors."""
+    held = held_bytes(coordinator, member, order.tier)
+    floor = _floors(coordinator, member, order, held, {**held, **pressing}, floors, quotas)
+    needy = [tenant for tenant in pressing if held.get(tenant, 0) < floor[tenant]]
     for space in coordinator.state.namespaces:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
         claimed = [block for block in ordered if coordinator.state.tables.claims(space.id, block)]
@@ -43,10 +45,17 @@ def judge_order(
 
 
 def judge_floors(
-    coordinator: Coordinator, member: Member, order: EvictOrder, pressing: Mapping[Tenant, int], floors: float
+    coordinator: Coordinator,
+    member: Member,
+    order: EvictOrder,
+    pressing: Mapping[Tenant, int],
+    floors: float,
+    quotas: Quotas,
+    excess: Callable[[Tenant], int],
 ) -> None:
-    """Raises Violation if an order takes what a tenant has below its floor, beyond what its own reservations lack.
-    `floors`: the share of the tier that all floors have together.
+    """Raises Violation if an order takes what a tenant has below its floor, beyond what its own reservations lack, and
+    its `excess` over its limit. `floors`: the share of the tier that all floors have together, but for those of
+    `quotas`.
 
     A page counts where it was first of the shards that have it. The last block that an order takes of a tenant may be
     larger than what was left to take.
@@ -59,29 +68,31 @@ def judge_floors(
             return  # what no sequence claims any more is erased, whatever is left
         for record in space.index:
             if record.hash in ordered:
-                nbytes = _charged_bytes(space, record, member, order.tier)
+                nbytes = charged_bytes(space, record, member, order.tier)
                 taken[space.tenant] = taken.get(space.tenant, 0) + nbytes
                 largest = max(largest, nbytes)
-    held = _held_bytes(coordinator, member, order)
+    held = held_bytes(coordinator, member, order.tier)
     if len({*held, *pressing}) < 2:
         return
-    floor = _floor(member, order, held, {}, floors)
+    floor = _floors(coordinator, member, order, held, held, floors, quotas)
     for tenant, nbytes in taken.items():
+        if tenant not in held:
+            continue  # replicas, which are charged to no tenant
         left = held[tenant] - nbytes
-        kept = min(held[tenant], floor) - pressing.get(tenant, 0) - largest
+        kept = min(held[tenant], floor[tenant]) - pressing.get(tenant, 0) - largest - excess(tenant)
         require(left >= kept, f"an order takes blocks of {tenant} below its floor, for another tenant")
 
 
-def _held_bytes(coordinator: Coordinator, member: Member, order: EvictOrder) -> dict[Tenant, int]:
+def held_bytes(coordinator: Coordinator, member: Member, tier: Tier) -> dict[Tenant, int]:
     """Returns what each tenant has in that tier of the shard, of those that have anything."""
     held: dict[Tenant, int] = {}
     for space in coordinator.state.namespaces:
         for record in space.index:
-            held[space.tenant] = held.get(space.tenant, 0) + _charged_bytes(space, record, member, order.tier)
+            held[space.tenant] = held.get(space.tenant, 0) + charged_bytes(space, record, member, tier)
     return {tenant: nbytes for tenant, nbytes in held.items() if nbytes}
 
 
-def _charged_bytes(space: CoordinatorNamespace, record: BlockRecord, member: Member, tier: Tier) -> int:
+def charged_bytes(space: CoordinatorNamespace, record: BlockRecord, member: Member, tier: Tier) -> int:
     return sum(
         space.page_bytes(copy.group, copy.part, copy.codec)
         for copy in record.copies.of(member.slot)
@@ -93,14 +104,34 @@ def _charged_bytes(space: CoordinatorNamespace, record: BlockRecord, member: Mem
     )
 
 
-def _floor(
-    member: Member, order: EvictOrder, held: Mapping[Tenant, int], more: Mapping[Tenant, int], floors: float
-) -> int:
-    """Returns the floor of each tenant that has anything there, or is one of those `more`."""
-    use = member.info.use(order.tier)
+def _floors(
+    coordinator: Coordinator,
+    member: Member,
+    order: EvictOrder,
+    held: Mapping[Tenant, int],
+    tenants: Iterable[Tenant],
+    share: float,
+    quotas: Quotas,
+) -> dict[Tenant, int]:
+    """Returns the floor of each of these tenants there: the part of its own floor that this shard has of the tier, and
+    by weight a part of what those leave of the share of all."""
+    use, tenants = member.info.use(order.tier), list(dict.fromkeys(tenants))
     full_bytes = use.capacity_bytes - use.free_bytes - use.writing_bytes
     part = min(1.0, sum(held.values()) / full_bytes) if full_bytes > 0 else 1.0
-    return int(floors * use.capacity_bytes * part) // max(1, len({*held, *more}))
+    everywhere = sum(one.info.use(order.tier).capacity_bytes for one in coordinator.state.members.all())
+    own = {tenant: quotas.of(tenant).of(order.tier) for tenant in tenants}
+    floors = {tenant: (quota.floor or 0) * use.capacity_bytes // max(1, everywhere) for tenant, quota in own.items()}
+    most = int(0.8 * use.capacity_bytes * part)
+    if (named := sum(floors.values())) > most:
+        floors = {tenant: floor * most // named for tenant, floor in floors.items()}
+    left = max(0, int(share * use.capacity_bytes * part) - sum(floors.values()))
+    weights = {
+        tenant: quota.weight if quota.weight is not None else (quota.floor is None) * 1.0
+        for tenant, quota in own.items()
+    }
+    for tenant, weight in weights.items():
+        floors[tenant] += int(left * weight / sum(weights.values())) if weight else 0
+    return floors
 
 
 def _tails_first(

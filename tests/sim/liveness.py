@@ -91,6 +91,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
             all(page.pins == 0 for page in shard.core.pool.everything()), f"{shard.shard} has a pin without an owner"
         )
     require(_told(world) == _held(world), "the index is not what the shards hold")
+    world.quota_oracle.at_rest()
     _sequences_are_over(world)
 
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
+from kvcluster.core.quotas import Quotas, TenantQuota, TierQuota
+from kvcluster.core.tiers import INGEST, Tier
 from kvcluster.eviction import POLICIES
 from kvcluster.replay.kernel import MS, SECOND
 from kvcluster.sequences.window_policy import WindowPolicy
+from tests.sim.content import BLUE, RED
 from tests.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000
@@ -63,6 +66,12 @@ FIRST_WITH_GPUS = 10_000_000
 """The first seed that draws whether shards have pools on GPUs. Seeds before it, of which tests name many, stay what
 they were."""
 
+FIRST_WITH_QUOTAS = 20_000_000
+"""Likewise, whether tenants have quotas."""
+
+QUOTAS = 0.4
+"""The share of these seeds in which tenants have quotas."""
+
 GPUS = 0.5
 """The share of seeds with a host tier in which shards also have pools on GPUs."""
 
@@ -100,6 +109,9 @@ class Scenario:
     """The longest time after which a session hears that its lease has ended."""
     strangers: bool = False
     """Whether a worker also asks for blocks of another tenant."""
+    quotas: tuple[Quotas, ...] = ()
+    """The quotas that are put in force one after another, `quota_ns` apart."""
+    quota_ns: int = 0
     attends: bool = False
     """Whether each worker with sequences has one more user, who attends to sequences at the shards."""
 
@@ -152,6 +164,43 @@ def with_gpus(scenario: Scenario, rng: random.Random) -> Scenario:
         return scenario
     shard = replace(shard, gpu_bytes=rng.choice((4, 8, 16, 64)) * UNIT_BYTES)
     return replace(scenario, config=replace(scenario.config, shard=shard))
+
+
+def with_quotas(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with quotas that change while it runs, in a share of the seeds: low limits of some tiers, so
+    that both tenants reach theirs, floors, weights and pins. Where it has one tier, it has room beside them in half of
+    the seeds, so that limits evict and nothing else does."""
+    if rng.random() >= QUOTAS:
+        return scenario
+    shard, roomy = scenario.config.shard, rng.random() < 0.5
+    if roomy:
+        shard = replace(shard, ram_bytes=128 * UNIT_BYTES, host_bytes=0, disk_bytes=0, disk_dir="", gpu_bytes=0)
+        scenario = replace(scenario, faults=tuple(fault for fault in scenario.faults if fault != "shard told to stop"))
+    tiers = [tier for tier in Tier if tier.spec.nbytes(shard)]
+
+    def tier_quota() -> TierQuota:
+        limit = rng.choice((None, 3, 6, 12, 24))
+        floor = rng.choice((None, None, 1, 4, 16))
+        return TierQuota(
+            floor=None if floor is None else min(floor, limit or floor) * UNIT_BYTES,
+            limit=None if limit is None else limit * UNIT_BYTES,
+            weight=rng.choice((None, None, 0.5, 2)),
+        )
+
+    def quotas() -> Quotas:
+        tenants = {
+            tenant: TenantQuota(
+                {tier: tier_quota() for tier in tiers if tier is INGEST or rng.random() < 0.5},
+                pinned=rng.choice((None, 0, 4 * UNIT_BYTES)),
+            )
+            for tenant in (RED, BLUE)
+            if rng.random() < 0.9
+        }
+        return Quotas(tenants=tenants)
+
+    drawn = tuple(quotas() for _ in range(rng.choice((1, 2, 4, 8))))
+    config = replace(scenario.config, shard=shard)
+    return replace(scenario, config=config, quotas=drawn, quota_ns=rng.choice((400, 1_000)) * MS)
 
 
 def with_stops(scenario: Scenario, rng: random.Random) -> Scenario:

@@ -63,6 +63,14 @@ SEEDS = {
     "removal-not-told": 0,
     "retold-in-part": 23,
     "tokens-of-another": 7,
+    "stores-beyond-the-limit": 20_000_000,
+    "writing-not-counted": 20_000_000,
+    "lowered-limit-evicts-nothing": 20_000_000,
+    "another-pays-for-the-excess": 20_000_000,
+    "changed-quotas-not-taken": 20_000_002,
+    "replicas-count-to-the-limit": 20_000_002,
+    "floors-of-quotas-not-kept": 20_000_049,
+    "pins-beyond-the-quota": 20_000_004,
     "private-stored-as-public": 0,
     "dropped-made-public": 10,
     "sinks-dropped": 21,
@@ -132,6 +140,7 @@ it is staged. CI draws 500 seeds beside these tests, so that a few serve here.""
 
 
 WITH_GPUS = range(scenario.FIRST_WITH_GPUS, scenario.FIRST_WITH_GPUS + 12)
+WITH_QUOTAS = range(scenario.FIRST_WITH_QUOTAS, scenario.FIRST_WITH_QUOTAS + 8)
 
 
 @pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396])
@@ -143,9 +152,9 @@ def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
 
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run([*range(30), *RARE, *WITH_GPUS])
+    tally = runner.run([*range(30), *RARE, *WITH_GPUS, *WITH_QUOTAS])
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS)
+    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS) + len(WITH_QUOTAS)
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in (
         "load: hit",
@@ -174,6 +183,7 @@ def test_seeds_are_clean_and_have_seen_trouble() -> None:
         "tables: reopened",
         "tables: refused",
         "attend: merged",
+        "quotas: put in force",
     ):
         assert tally.operations[outcome], f"{outcome} was never seen"
 

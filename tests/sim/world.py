@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
-from kvcluster.core.messages import TicketBody, Tier, Tombstone
+from kvcluster.core.messages import SetQuotas, TicketBody, Tier, Tombstone
+from kvcluster.core.quotas import NO_QUOTAS
 from kvcluster.replay.kernel import MS, SECOND, Clock, Kernel, Process
 from tests.sim import content, scenario, sequence_attention, sequence_workload, workload
 from tests.sim.content import Model
@@ -22,6 +23,7 @@ from tests.sim.disk import Disk
 from tests.sim.journal import Journal
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle
+from tests.sim.quota_oracle import QuotaOracle
 from tests.sim.sequence_oracle import SequenceOracle
 from tests.sim.sequence_worker import SequenceWorker
 from tests.sim.shard import ShardProcess
@@ -73,6 +75,8 @@ class SimulatedWorld:
         self.coordinators: list[CoordinatorProcess] = []
         self.workers: list[Worker] = []
         self.sequence_oracle = SequenceOracle(self)
+        self.quota_rng, self.quotas = random.Random(f"{seed}, times of quotas"), NO_QUOTAS
+        self.quota_oracle = QuotaOracle(self)
         self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)
         self._bound: dict[int, CoordinatorProcess] = {}
         self.incarnations: dict[tuple[ShardId, Epoch], ShardProcess] = {}
@@ -80,6 +84,7 @@ class SimulatedWorld:
         self._addresses: dict[str, ShardProcess] = {}
         self._holders = 0
         self.start_coordinator(rng.randrange(drawn.nodes))
+        self._put_quotas(0)
         for number, name in enumerate(self.names):
             self.start_shard(name, number % drawn.nodes)
         for number in range(drawn.workers):
@@ -95,6 +100,8 @@ class SimulatedWorld:
         drawn = scenario.with_late_revokes(scenario.with_stops(drawn, stops), self.revoke_rng)
         if self.seed >= scenario.FIRST_WITH_GPUS:
             drawn = scenario.with_gpus(drawn, random.Random(f"{self.seed}, gpus"))
+        if self.seed >= scenario.FIRST_WITH_QUOTAS:
+            drawn = scenario.with_quotas(drawn, random.Random(f"{self.seed}, quotas"))
         return scenario.with_strangers(drawn, self.stranger_rng)
 
     def check(self) -> None:
@@ -144,7 +151,21 @@ class SimulatedWorld:
         self.coordinator = CoordinatorProcess(self, len(self.coordinators), node, clock, epoch)
         self.coordinators.append(self.coordinator)
         self._began(self.coordinator.name, node, epoch)
+        if self.scenario.quotas:  # its host reads them before it starts
+            self.coordinator.step(SetQuotas(self.quotas))
         self.coordinator.start_driver()
+
+    def _put_quotas(self, number: int) -> None:
+        """Puts the next quotas in force, if there are any: each coordinator reads them within a while."""
+        if number >= len(self.scenario.quotas):
+            return
+        self.quotas = self.scenario.quotas[number]
+        for coordinator in self.coordinators:
+            if not coordinator.dead:
+                at = self.kernel.now + self.quota_rng.randint(0, 200 * MS)
+                self.kernel.at(at, coordinator, coordinator.step, SetQuotas(self.quotas))
+        self.count("quotas", "put in force")
+        self.kernel.at(self.kernel.now + self.scenario.quota_ns, None, self._put_quotas, number + 1)
 
     def start_shard(self, name: ShardId, node: int) -> None:
         clock = self._clocks[node]

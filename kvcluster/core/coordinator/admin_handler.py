@@ -19,6 +19,7 @@ from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.report_handler import ReportHandler
+from kvcluster.core.coordinator.tenant_listing import quota_warnings, tenant_status, tenant_statuses
 from kvcluster.core.coordinator.tiering import Tiering
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import (
@@ -44,6 +45,7 @@ from kvcluster.core.messages import (
     Request,
     ScheduleSeen,
     SetPolicy,
+    SetQuotas,
     SetWeights,
     ShardStatus,
     Status,
@@ -94,6 +96,12 @@ class AdminHandler:
         if why_not is not None:
             return [Answer(request.call, Refused(RefusedKind.BAD, why_not))]
         return [KeepSettings(self.policy), Answer(request.call, Done())]
+
+    def set_quotas(self, m: SetQuotas, now: int) -> list[Effect]:
+        """Puts these quotas in force. What a tenant has beyond a limit that was lowered is evicted by later orders; its
+        pins, sequences and engines beyond one end as they would have, and new ones are refused until then."""
+        self._state.quotas.quotas, self._state.quotas.trouble = m.quotas, m.trouble
+        return []
 
     def set_weights(self, request: Request[SetWeights], now: int) -> list[Effect]:
         m = request.question
@@ -247,6 +255,8 @@ class StatusHandler:
             protocol=PROTOCOL_VERSION,
             waiting=schedule.waiting,
             orphans=schedule.orphans,
+            tenants=tenant_statuses(state),
+            warnings=quota_warnings(state),
         )
 
     def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
@@ -262,6 +272,8 @@ class StatusHandler:
             config_hash="",
             waiting=(),
             orphans=(),
+            tenants=(tenant_status(state, tenant),),
+            warnings=(),
             namespaces=len(public),
             blocks=sum(len(space.index) for space in public),
             tickets=state.tickets.held(tenant),

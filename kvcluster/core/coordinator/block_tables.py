@@ -16,6 +16,7 @@ node, so the caller has it done in slices (`release_some`). Until then the block
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -89,16 +90,16 @@ class _BlockTable:
 
 class BlockTables:
     """All open sequences, by owner. `share` (tenant_shares.py): of all bytes, for the blocks that a tenant claims
-    alone."""
+    alone. `quota`: the most sequences of a tenant."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, quota: Callable[[Tenant], int | None] = lambda tenant: None) -> None:
         no_claims = Claims(NamespaceId(b""), Tenant(""), private=False, block_bytes=0, block_tokens=1)
         self._root = _Node(BlockHash(b""), None, no_claims)
         self._tables: dict[Owner, dict[SequenceId, _BlockTable]] = {}  # never an empty one
         self._claims: dict[NamespaceId, Claims] = {}
         self._bytes = Shares(0, share)  # claimed
         self._released: list[_Node] = []  # chains to be released, each from its last node on
-        self._shares = Shares(limits.SEQUENCES)
+        self._shares = Shares(limits.SEQUENCES, quota=quota)
         self._claimed = 0
         self._nodes = Shares(limits.TABLE_BLOCKS)
 
@@ -109,6 +110,10 @@ class BlockTables:
     def claimed_blocks(self) -> int:
         """The number of different blocks that are claimed."""
         return self._claimed
+
+    def sequences(self, tenant: Tenant) -> int:
+        """Returns the number of a tenant's sequences."""
+        return self._shares.held(tenant)
 
     def held(self, tenant: Tenant) -> tuple[int, int]:
         """Returns the number of a tenant's sequences, and of the different blocks that they claim."""

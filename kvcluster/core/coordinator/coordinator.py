@@ -63,6 +63,7 @@ from kvcluster.core.messages import (
     Request,
     ScheduleSeen,
     SetPolicy,
+    SetQuotas,
     SetWeights,
     Siblings,
     SiblingSpecs,
@@ -157,6 +158,7 @@ class Coordinator:
             from_driver={
                 ScheduleSeen: self._status_handler.scheduled,
                 Republish: self._republish,
+                SetQuotas: self.admin_handler.set_quotas,
                 Tick: self._tick,
                 Stalled: self._stalled,
             },

@@ -15,6 +15,7 @@ from kvcluster.core.coordinator.members import Membership
 from kvcluster.core.coordinator.namespaces import NamespaceTable
 from kvcluster.core.coordinator.pins import PinTable
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
+from kvcluster.core.coordinator.tenant_limits import QuotaHolder, TenantLimits
 from kvcluster.core.coordinator.tickets import TicketBook
 from kvcluster.core.doctor_probes import ProbeRuns
 from kvcluster.core.ids import BlockHash, Epoch, Tenant
@@ -56,19 +57,25 @@ class CoordinatorState:
         self.epoch = epoch
         self.rebuild_until: int | None = now + config.rebuild_grace_ms * MS
         self.off = False
+        self.quotas = QuotaHolder()
         self.book = ReplicaTable()
         self.emitter = emitter
         self._policy = POLICIES[config.eviction_policy]
         self.namespaces = NamespaceTable(
-            self.book, tombstones, PinTable(config.pinned_share), emitter, counts_uses=self._policy.counts_uses
+            self.book,
+            tombstones,
+            PinTable(config.pinned_share, self.quotas.pinned),
+            emitter,
+            counts_uses=self._policy.counts_uses,
         )
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
-        self.tables = BlockTables(config.sequence_share)
+        self.tables = BlockTables(config.sequence_share, self.quotas.sequences)
         self.eraser = Eraser(config.private_grace_ms * MS, self.namespaces, self.book, self.tables)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
+        self.limits = TenantLimits(config, self.quotas, self.members, self.tickets)
         self.evicted = EvictionHistory()
         self.tombstones = tombstones
-        self.engines = EngineRegistry(ENGINE_TTL_NS)
+        self.engines = EngineRegistry(ENGINE_TTL_NS, self.quotas.engines)
         self.probes = ProbeRuns()
         self.counters = dict.fromkeys(_COUNTERS, 0)
         counted: list[MissReason] = [reason for reason in MissReason if reason not in OF_CLIENTS]

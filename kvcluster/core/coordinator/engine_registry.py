@@ -14,6 +14,7 @@ later one: an engine whose weights have changed once more since would take the n
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcluster.core import limits
@@ -56,10 +57,11 @@ class _Known:
 
 
 class EngineRegistry:
-    """Engines by tenant and id."""
+    """Engines by tenant and id. `quota`: the most of a tenant, None for no bound but its share of memory."""
 
-    def __init__(self, ttl_ns: int) -> None:
+    def __init__(self, ttl_ns: int, quota: Callable[[Tenant], int | None] = lambda tenant: None) -> None:
         self.ttl_ns = ttl_ns
+        self._quota = quota
         self._known: OrderedDict[tuple[Tenant, bytes], _Known] = (
             OrderedDict()
         )  # those that are silent the longest first
@@ -71,9 +73,13 @@ class EngineRegistry:
         """The bytes that all tenants are charged for."""
         return self._shares.total
 
+    def count(self, tenant: Tenant) -> int:
+        """Returns the number of engines of a tenant, those included that are silent and not forgotten yet."""
+        return len(self._of.get(tenant, {}))
+
     def register(self, tenant: Tenant, info: EngineInfo, now: int) -> str | None:
         """Returns the weights that this engine is to cache under, "" if no operator has set them; None if the tenant
-        has reached its share of the memory for engines."""
+        has reached its share of the memory for engines, or its quota."""
         self._forget_silent(now)
         name = info.engine.encode()
         facts = (text for fact in info.facts for text in fact)
@@ -81,6 +87,9 @@ class EngineRegistry:
         before = self._of.get(tenant, {}).get(name)
         more = _cost(texts) - (_cost(before.texts) if before is not None else 0)
         if more > 0 and self._shares.full(tenant, more):
+            return None
+        quota = self._quota(tenant)
+        if before is None and quota is not None and self.count(tenant) >= quota:
             return None
         self._shares.add(tenant, more)
         known = _Known(texts, info.private, info.withdrawn, info.ready, info.protocol, now)

@@ -8,7 +8,8 @@ waits for room has less than its floor and the holder has more. Blocks that open
 (block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
 room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. The last copy of a block
 that others follow on other shards or tiers is evicted only if nothing else can be: without it no lookup reaches them
-(report_handler.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py).
+(report_handler.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py). What tenants
+have beyond the limits of their quotas (tenant_limits.py) is the first that an order takes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvcluster.core.coordinator.coordinator_state import CoordinatorState
 from kvcluster.core.coordinator.index import BlockRecord, each_follower
 from kvcluster.core.coordinator.members import Member
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
-from kvcluster.core.coordinator.tenant_floors import TenantFloors, floors_bytes
+from kvcluster.core.coordinator.tenant_floors import TenantBudget, TenantExcess, TenantFloors
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import EvictOrder, Tier
 
@@ -39,7 +40,6 @@ class Evictor:
     def __init__(self, config: CoordinatorConfig, state: CoordinatorState) -> None:
         self._low = config.low_free
         self._high = config.high_free
-        self._floor = config.tenant_floor
         self._state = state
 
     def order(self, member: Member, tier: Tier, pressure_bytes: int, pressing: Mapping[Tenant, int], now: int) -> None:
@@ -49,20 +49,56 @@ class Evictor:
         def keeps(record: BlockRecord) -> bool:
             return self._leads_on(record, (member.slot, tier)) or self.claimed(record)
 
-        lacking = self._lacking(member, tier, pressing)
-        others = {tenant: nbytes for tenant, nbytes in pressing.items() if tenant not in lacking}
-        floors = self._floors(member, tier, pressing, own=others)
-        victims = self.victims(member, tier, pressure_bytes, now, keeps, floors)
-        if not victims:  # blocks elsewhere follow all that may be evicted: those become orphans
-            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
-        if not victims and lacking:
-            victims = self.victims_for_floors(member, tier, pressure_bytes, pressing, now, self.claimed)
-        if not victims and lacking:  # tenants below their floors give up blocks of their own
-            floors = self._floors(member, tier, pressing, own=pressing)
-            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
+        beyond = self.victims_beyond_limits(member, tier, now, keeps)
+        beyond = beyond or self.victims_beyond_limits(member, tier, now, self.claimed)
+        victims = beyond + self._victims_beside(beyond, member, tier, pressure_bytes, pressing, now, keeps)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
+
+    def _victims_beside(
+        self,
+        leaving: Sequence[BlockRecord],
+        member: Member,
+        tier: Tier,
+        pressure_bytes: int,
+        pressing: Mapping[Tenant, int],
+        now: int,
+        keeps: Callable[[BlockRecord], bool],
+    ) -> list[BlockRecord]:
+        """Returns the victims of an order that takes those `leaving` anyway."""
+        lacking = self._lacking(member, tier, pressing)
+        others = {tenant: nbytes for tenant, nbytes in pressing.items() if tenant not in lacking}
+        floors = self._floors(member, tier, pressing, own=others, leaving=leaving)
+        victims = self.victims(member, tier, pressure_bytes, now, keeps, floors, leaving=leaving)
+        if not victims:  # blocks elsewhere follow all that may be evicted: those become orphans
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors, leaving=leaving)
+        if not victims and lacking:
+            victims = self.victims_for_floors(
+                member, tier, pressure_bytes, pressing, now, self.claimed, leaving=leaving
+            )
+        if not victims and lacking:  # tenants below their floors give up blocks of their own
+            floors = self._floors(member, tier, pressing, own=pressing, leaving=leaving)
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors, leaving=leaving)
+        return victims
+
+    def victims_beyond_limits(
+        self, member: Member, tier: Tier, now: int, keeps: Callable[[BlockRecord], bool]
+    ) -> list[BlockRecord]:
+        """As `victims`, of what tenants have there beyond the limits of their quotas, whatever is free. Of their
+        replicas, which are charged to no tenant, it takes some only if no other block can be taken, since a block that
+        they follow stays as long as they do."""
+        excess = self._state.limits.excess(member, tier)
+        if not excess:
+            return []
+        budget, wanted, most = TenantExcess(excess), sum(excess.values()), limits.EVICTIONS_PER_ORDER
+        victims = self._take(member, tier, wanted, most, now, keeps, budget)
+        if not victims:
+            budget.charged_only = False
+            victims = self._take(member, tier, wanted, most, now, keeps, budget)
+        for tenant, nbytes in excess.items():
+            self._state.limits.ordered(tenant, tier, nbytes - budget.left[tenant])
+        return victims
 
     def victims_for_floors(
         self,
@@ -72,15 +108,16 @@ class Evictor:
         pressing: Mapping[Tenant, int],
         now: int,
         keeps: Callable[[BlockRecord], bool],
+        *,
+        leaving: Sequence[BlockRecord] = (),
     ) -> list[BlockRecord]:
         """As `victims`, for those of the tenants `pressing` that have less than their floors: of what others have
         beyond theirs, in spite of holds. Returns none if there is no such tenant."""
         wanted = min(pressure_bytes, sum(self._lacking(member, tier, pressing).values()))
         if not wanted:
             return []
-        return self.victims(
-            member, tier, wanted, now, keeps, self._floors(member, tier, pressing, own={}), despite_holds=True
-        )
+        floors = self._floors(member, tier, pressing, own={}, leaving=leaving)
+        return self.victims(member, tier, wanted, now, keeps, floors, despite_holds=True, leaving=leaving)
 
     def claimed(self, record: BlockRecord) -> bool:
         """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
@@ -98,34 +135,55 @@ class Evictor:
         floors: TenantFloors | None = None,
         *,
         despite_holds: bool = False,
+        leaving: Sequence[BlockRecord] = (),
     ) -> list[BlockRecord]:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
-        lacks for its watermark or for waiting reservations (`pressure_bytes`). Pinned blocks are spared, held ones
-        unless `despite_holds`, those that `keeps` names, and what lies below the `floors` of tenants."""
+        lacks for its watermark or for waiting reservations (`pressure_bytes`), beside those that are `leaving` by the
+        same order. Pinned blocks are spared, held ones unless `despite_holds`, those that `keeps` names, and what lies
+        below the `floors` of tenants."""
+        freed = sum(self._state.namespaces.bytes_on(record, member.slot, tier) for record in leaving)
+        wanted, most = self._wanted(member, tier, pressure_bytes, freed), limits.EVICTIONS_PER_ORDER - len(leaving)
+        return self._take(member, tier, wanted, most, now, keeps, floors, despite_holds=despite_holds)
+
+    def _take(
+        self,
+        member: Member,
+        tier: Tier,
+        wanted: int,
+        most: int,
+        now: int,
+        keeps: Callable[[BlockRecord], bool],
+        budget: TenantBudget | None,
+        *,
+        despite_holds: bool = False,
+    ) -> list[BlockRecord]:
+        """As `victims`, at most so many, to free `wanted` bytes, and of each tenant no more than its `budget`."""
         namespaces, slot = self._state.namespaces, member.slot
 
         def closed(space_id: NamespaceId) -> bool:
             space = namespaces.known(space_id)
-            return floors is not None and space is not None and floors.closed(space.tenant)
+            return budget is not None and space is not None and budget.closed(space.tenant)
 
         def spares(record: BlockRecord) -> bool:
             if self._spares(record, now, despite_holds) or keeps(record):
                 return True
-            if floors is not None:
-                floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, slot, tier))
+            if budget is not None:
+                nbytes = namespaces.charged_bytes(record, slot, tier)
+                if budget.charged_only and not nbytes:
+                    return True
+                budget.take(namespaces.tenant(record.space), nbytes)
             return False
 
-        wanted = self._wanted(member, tier, pressure_bytes)
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
-        while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = cold.pop_coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now, closed)
+        while found < wanted and len(victims) < most:
+            batch = cold.pop_coldest(min(BATCH, most - len(victims)), spares, now, closed)
             for at, record in enumerate(batch):
                 if found >= wanted:  # the batch held more than was wanted: put the rest back
                     for spare in batch[at:]:
                         cold.push(spare)
-                        if floors is not None:
+                        if budget is not None:
                             nbytes = namespaces.charged_bytes(spare, slot, tier)
-                            floors.take(namespaces.tenant(spare.space), -nbytes)
+                            budget.take(namespaces.tenant(spare.space), -nbytes)
                     break
                 victims.append(record)
                 found += namespaces.bytes_on(record, slot, tier)
@@ -161,29 +219,42 @@ class Evictor:
         return sum(map(space.pinned.discard, blocks))
 
     def _floors(
-        self, member: Member, tier: Tier, pressing: Mapping[Tenant, int], own: Mapping[Tenant, int]
+        self,
+        member: Member,
+        tier: Tier,
+        pressing: Mapping[Tenant, int],
+        *,
+        own: Mapping[Tenant, int],
+        leaving: Sequence[BlockRecord],
     ) -> TenantFloors | None:
-        """Returns what may be evicted of each tenant; None if one has the tier for itself, and no other is among those
-        `pressing`. `own`: what tenants may evict of what they have themselves below their floors."""
+        """Returns what may be evicted of each tenant beside those `leaving`; None if one has the tier for itself, and
+        no other is among those `pressing`. `own`: what tenants may evict of what they have themselves below their
+        floors."""
         stored = member.stored[tier].tenants
         if len({**stored, **pressing}) < 2:
             return None
-        return TenantFloors(stored, floors_bytes(self._floor, member.info.use(tier), stored), own)
+        floors = TenantFloors(stored, self._state.limits.floors(member, tier, stored), own)
+        namespaces = self._state.namespaces
+        for record in leaving:
+            floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, member.slot, tier))
+        return floors
 
     def _lacking(self, member: Member, tier: Tier, pressing: Mapping[Tenant, int]) -> dict[Tenant, int]:
         """Returns how much more each of these tenants may store below its floor, if any, up to what it lacks."""
         stored = member.stored[tier].tenants
-        tenants = len({**stored, **pressing})
-        if not pressing or tenants < 2:
+        tenants = {**stored, **pressing}
+        if not pressing or len(tenants) < 2:
             return {}
-        floor = floors_bytes(self._floor, member.info.use(tier), stored) // tenants
-        below = {tenant: min(nbytes, floor - stored.get(tenant, 0)) for tenant, nbytes in pressing.items()}
+        floors = self._state.limits.floors(member, tier, tenants)
+        below = {tenant: min(nbytes, floors[tenant] - stored.get(tenant, 0)) for tenant, nbytes in pressing.items()}
         return {tenant: nbytes for tenant, nbytes in below.items() if nbytes > 0}
 
-    def _wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
+    def _wanted(self, member: Member, tier: Tier, pressure_bytes: int, freed: int) -> int:
+        """Returns the bytes to free beside so many that are `freed` anyway."""
         use = member.info.use(tier)
-        if use.free_bytes < self._low * use.capacity_bytes:
-            return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
+        free_bytes, pressure_bytes = use.free_bytes + freed, max(0, pressure_bytes - freed)
+        if free_bytes < self._low * use.capacity_bytes:
+            return max(pressure_bytes, int(self._high * use.capacity_bytes) - free_bytes)
         return pressure_bytes
 
     def _spares(self, record: BlockRecord, now: int, despite_holds: bool) -> bool:

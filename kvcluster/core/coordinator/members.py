@@ -121,6 +121,14 @@ class Membership:
         members = self._members.values()
         return sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
 
+    def capacity_bytes(self, tier: Tier) -> int:
+        """Returns the size of that tier on all shards together."""
+        return sum(member.info.use(tier).capacity_bytes for member in self._members.values())
+
+    def stored_bytes(self, tier: Tier, tenant: Tenant) -> int:
+        """Returns the bytes that a tenant is charged for in that tier of all shards."""
+        return sum(member.stored[tier].tenants.get(tenant, 0) for member in self._members.values())
+
     def open_orders(self) -> dict[type[Order], int]:
         """Returns the number of orders of each kind that shards have not ended."""
         members = self._members.values()

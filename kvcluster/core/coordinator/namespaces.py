@@ -117,6 +117,10 @@ class NamespaceTable:
         """The number of tenants that have a namespace."""
         return sum(map(bool, self._owned.values()))
 
+    def owners(self) -> list[Tenant]:
+        """Returns the tenants that have a namespace."""
+        return [tenant for tenant, owned in self._owned.items() if owned]
+
     @property
     def public(self) -> int:
         """The number of namespaces other than those of private pages."""

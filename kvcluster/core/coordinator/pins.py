@@ -7,7 +7,7 @@ protect nothing. They are forgotten in slices, and charged until then.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator
+from collections.abc import Callable, ItemsView, Iterator
 from itertools import islice
 
 from kvcluster.core.ids import BlockHash, Tenant
@@ -15,10 +15,11 @@ from kvcluster.core.tenant_shares import Shares
 
 
 class PinTable:
-    """The pins of all namespaces. `share` (tenant_shares.py): of all bytes, for the pins of a tenant alone."""
+    """The pins of all namespaces. `share` and `quota` (tenant_shares.py): of all bytes, for the pins of a tenant
+    alone, and of each."""
 
-    def __init__(self, share: float) -> None:
-        self.charged = Shares(0, share)
+    def __init__(self, share: float, quota: Callable[[Tenant], int | None] = lambda tenant: None) -> None:
+        self.charged = Shares(0, share, quota)
         self.ending: dict[int, dict[tuple[PinnedBlocks, BlockHash], None]] = {}  # never an empty one
         self._next_end = 0  # nothing ends before
         self._purged: list[PinnedBlocks] = []

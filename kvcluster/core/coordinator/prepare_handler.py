@@ -44,6 +44,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.core.placement import run_start
+from kvcluster.core.tiers import INGEST
 
 _Fate: TypeAlias = tuple[Decision, ShardAddress | None, Miss | None]
 """The fields of a StoreRun besides its count."""
@@ -121,7 +122,12 @@ class PrepareHandler:
         placed = cache(_placed)  # so that blocks with one fate share one object, which is quick to compare
         place = cache(lambda run: placed(member(run) or self._why_not_placed(space)))
         writes: list[BlockHash] = []
-        fates = [self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes))]
+        block_bytes = sum(space.page_bytes(group, part) for group, part in m.parts)
+        room = state.limits.room(space.tenant, INGEST)
+        fits = len(m.hashes) if room is None else room // max(1, block_bytes)
+        fates = [self._decide(space, m, askings, at, place, writes, fits) for at in range(len(m.hashes))]
+        if room is not None and (beyond := fates.count(_OVER_LIMIT)):
+            state.limits.refused(space.tenant, beyond * block_bytes)
         runs = [StoreRun(len(list(alike)), *fate) for fate, alike in groupby(fates)]
         for run in runs:
             state.count(space.tenant, _COUNTED[run.decision], run.count)
@@ -130,6 +136,7 @@ class PrepareHandler:
             expires_at = now + state.tickets.ttl_ns
             name, known = (space.tenant, m.attempt), self._known(space)
             ticket = IssuedTicket(*name, space.id, grant, expires_at, writes=tuple(writes), places=m.parts, known=known)
+            ticket.writing_bytes = len(writes) * block_bytes
             state.tickets.add(ticket)
         return [Answer(request.call, grant)]
 
@@ -215,8 +222,10 @@ class PrepareHandler:
         at: int,
         place: Callable[[BlockHash], _Fate],
         writes: list[BlockHash],
+        fits: int,
     ) -> _Fate:
-        """Returns the decision for one block of a store. Adds it to `writes` if the attempt may write it."""
+        """Returns the decision for one block of a store. Adds it to `writes` if the attempt may write it; `fits` is how
+        many blocks its tenant may store below its limit."""
         block = m.hashes[at]
         record = space.index.get(block)
         if record is not None and all(asking.complete(record.copies) for asking in askings):
@@ -227,6 +236,8 @@ class PrepareHandler:
         start = run_start(m.first + at, self._run_blocks) - m.first
         fate = place(m.run if start <= 0 else m.hashes[start])
         if fate[0] is Decision.WRITE:
+            if len(writes) >= fits:
+                return _OVER_LIMIT
             writes.append(block)
         return fate
 
@@ -295,6 +306,11 @@ _COMMITTED: _Fate = Decision.COMMITTED, None, None
 _PENDING: _Fate = Decision.PENDING, None, _BEING_WRITTEN
 _BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
+_OVER_LIMIT: _Fate = (
+    Decision.REFUSED,
+    None,
+    Miss(MissReason.FULL, "this tenant is at its limit of the ram tier; its coldest blocks are evicted to make room"),
+)
 _OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; use a new attempt for each prepare")
 _COUNTED = {
     Decision.WRITE: "write_blocks",

@@ -282,6 +282,8 @@ class Replicator:
                 continue
             if request.not_before > now or self._is_under_way(name):
                 continue
+            if requests is self._requests and self._is_beyond_limit(record):
+                continue
             if space is not None and record.space != space.id:
                 continue
             found = self._planner.missing(record, staying, request.copies, target)
@@ -319,6 +321,11 @@ class Replicator:
     def _stayers(self) -> int:
         """Returns the number of shards that are not draining."""
         return sum(not member.draining for member in self._state.members.all())
+
+    def _is_beyond_limit(self, record: BlockRecord) -> bool:
+        """Whether the tenant of this block is to lose some because of its limit. A replica, which nothing charges,
+        would be charged as soon as the copy that is charged now is evicted, and has to be evicted as well."""
+        return self._state.limits.is_beyond(self._state.namespaces.tenant(record.space))
 
     def _is_under_way(self, name: NamespacedHash) -> bool:
         """Whether any shard is pulling the block: two draining shards may both request it."""

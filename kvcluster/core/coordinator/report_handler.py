@@ -258,7 +258,8 @@ class ReportHandler:
         if member.purged < space.purged:
             return  # the page was stored before a purge that the shard has not carried out yet
         state.counters["committed_pages"] += 1
-        state.tickets.writers.written(space.id, key.hash, (key.group, key.part))
+        nbytes = space.page_bytes(key.group, key.part)
+        state.tickets.written(space.id, space.tenant, key.hash, (key.group, key.part), nbytes)
         state.evicted.forget(event.namespace, key.hash)
         # A new block gets the stamp of its parent: if it were fresher, it would outlive the chain that it is useless
         # without.

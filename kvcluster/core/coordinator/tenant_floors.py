@@ -1,9 +1,10 @@
 """Floors: how much of each tenant's cache one tier of one shard keeps, whatever other tenants store.
 
 Where there are several tenants, a part of the tier's bytes (`coordinator.tenant_floor`) is divided evenly among those
-that have blocks there. What a tenant has beyond its floor may be evicted for any tenant, in the policy's order. What it
-has below its floor is evicted only for its own waiting reservations. All floors together are less than the tier, so
-while there are blocks and no room, some tenant has more than its floor.
+that have blocks there, unless a quota gives one another floor or weight (tenant_limits.py). What a tenant has beyond
+its floor may be evicted for any tenant, in the policy's order. What it has below its floor is evicted only for its own
+waiting reservations. All floors together are less than the tier, so while there are blocks and no room, some tenant has
+more than its floor.
 
 A page on several shards counts once, on the shard that joined first: the others are replicas that the policy made. They
 are charged to no tenant, and are evicted first.
@@ -12,6 +13,7 @@ are charged to no tenant, and are evicted first.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from kvcluster.core.coordinator.replica_sets import Replica, ReplicaSet
 from kvcluster.core.groups import Part
@@ -63,14 +65,46 @@ def floors_bytes(share: float, use: TierUse, stored: Mapping[Tenant, int]) -> in
     return int(share * use.capacity_bytes * min(1.0, charged_bytes / taken if taken > 0 else 1.0))
 
 
+class TenantBudget(Protocol):
+    """What one order may take of each tenant. `charged_only`: only blocks that their tenants are charged for."""
+
+    @property
+    def charged_only(self) -> bool: ...
+
+    def closed(self, tenant: Tenant) -> bool:
+        """Whether nothing more of this tenant may be taken."""
+
+    def take(self, tenant: Tenant, nbytes: int) -> None:
+        """Counts what is to be taken; what was counted and stays is given back as a negative amount."""
+
+
+class TenantExcess:
+    """What one order is to take of tenants beyond their limits: of each so many bytes, and nothing of all others. To
+    evict a replica brings its tenant no nearer to its limit."""
+
+    def __init__(self, excess: Mapping[Tenant, int]) -> None:
+        self.charged_only = True
+        self.left = dict(excess)
+
+    def closed(self, tenant: Tenant) -> bool:
+        return self.left.get(tenant, 0) <= 0
+
+    def take(self, tenant: Tenant, nbytes: int) -> None:
+        self.left[tenant] = self.left.get(tenant, 0) - nbytes
+
+
 class TenantFloors:
     """What one order may evict of each tenant, so that none falls below its floor for another."""
 
-    def __init__(self, stored: Mapping[Tenant, int], all_floors: int, pressing: Mapping[Tenant, int]) -> None:
-        """`all_floors`: the bytes of all floors together. `pressing`: what the tenants' own waiting reservations
-        lack."""
-        floor = all_floors // max(1, len(stored))
-        self._left = {tenant: max(0, held - floor) + pressing.get(tenant, 0) for tenant, held in stored.items()}
+    charged_only = False
+
+    def __init__(
+        self, stored: Mapping[Tenant, int], floors: Mapping[Tenant, int], pressing: Mapping[Tenant, int]
+    ) -> None:
+        """`floors`: of each tenant that has anything. `pressing`: what the tenants' own waiting reservations lack."""
+        self._left = {
+            tenant: max(0, held - floors[tenant]) + pressing.get(tenant, 0) for tenant, held in stored.items()
+        }
 
     def closed(self, tenant: Tenant) -> bool:
         """Whether nothing more of this tenant may be evicted."""

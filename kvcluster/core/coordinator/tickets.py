@@ -163,22 +163,25 @@ class PageWriters:
             elif entry is not None and entry[0].attempt == attempt:
                 self._drop(space, block)
 
-    def written(self, space: NamespaceId, block: BlockHash, place: Place) -> None:
-        """Forgets the writer of a page, because the page is READY."""
+    def written(self, space: NamespaceId, block: BlockHash, place: Place) -> Attempt | None:
+        """Forgets the writer of a page, because the page is READY. Returns its attempt; None if it had none."""
         entries = self._spaces.get(space, {})
         entry = entries.get(block)
         if entry is None:
-            return
+            return None
+        attempt: Attempt | None = None
         if isinstance(entry, dict):
-            entry.pop(place, None)
+            attempt = entry.pop(place, None)
             is_over = not entry
         else:
-            writer, left = entry
-            left &= ~writer.bits.get(place, 0)
+            writer, before = entry
+            left = before & ~writer.bits.get(place, 0)
+            attempt = writer.attempt if left != before else None
             entries[block] = writer, left
             is_over = not left
         if is_over:
             self._drop(space, block)
+        return attempt
 
     def writer(self, space: NamespaceId, block: BlockHash, place: Place) -> Attempt | None:
         """Returns the attempt that may write this page now; None if there is none."""
@@ -209,7 +212,7 @@ class IssuedTicket:
     (store).
 
     `known` is the state that the answer was based on: the answer may be repeated while that is unchanged.
-    `block_bytes` is what each of `hashes` takes, unencoded.
+    `block_bytes` is what each of `hashes` takes, unencoded; `writing_bytes` what is still to be written of `writes`.
     """
 
     tenant: Tenant
@@ -222,6 +225,7 @@ class IssuedTicket:
     places: tuple[Place, ...] = ()
     known: tuple[int, int] = (0, 0)
     block_bytes: int = 0
+    writing_bytes: int = 0
 
     @property
     def name(self) -> TicketName:
@@ -243,6 +247,7 @@ class TicketBook:
         self._named = Shares(limits.TICKET_PAGES)
         self.holds = HeldBlocks()
         self.writers = PageWriters()
+        self._writing: dict[Tenant, int] = {}  # bytes, never 0
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -250,6 +255,17 @@ class TicketBook:
     def held(self, tenant: Tenant) -> int:
         """The number of tickets of one tenant."""
         return self._shares.held(tenant)
+
+    def writing_bytes(self, tenant: Tenant) -> int:
+        """The bytes that the tenant may write by its tickets, and that are not known to be written yet."""
+        return self._writing.get(tenant, 0)
+
+    def written(self, space: NamespaceId, tenant: Tenant, block: BlockHash, place: Place, nbytes: int) -> None:
+        """Notes that a page of so many bytes is READY, so that no ticket writes it any more."""
+        attempt = self.writers.written(space, block, place)
+        ticket = self._tickets.get((tenant, attempt)) if attempt is not None else None
+        if ticket is not None:
+            self._write_less(ticket, nbytes)
 
     @property
     def next_expiry(self) -> int | None:
@@ -274,6 +290,8 @@ class TicketBook:
         self._named.add(ticket.tenant, ticket.named)
         self.holds.add(ticket.space, ticket.tenant, ticket.hashes, block_bytes=ticket.block_bytes)
         self.writers.begin(ticket.space, ticket.writes, ticket.places, ticket.attempt)
+        if ticket.writing_bytes:
+            self._writing[ticket.tenant] = self.writing_bytes(ticket.tenant) + ticket.writing_bytes
 
     def renew(self, name: TicketName, now: int) -> IssuedTicket | None:
         """Restarts the time of a ticket and returns it; None if it has ended."""
@@ -291,6 +309,7 @@ class TicketBook:
         self._named.remove(ticket.tenant, ticket.named)
         self.holds.remove(ticket.space, ticket.hashes)
         self.writers.end(ticket.space, ticket.writes, ticket.places, ticket.attempt)
+        self._write_less(ticket, ticket.writing_bytes)
         return ticket
 
     def end_expired(self, now: int) -> list[IssuedTicket]:
@@ -305,6 +324,15 @@ class TicketBook:
             out.append(ticket)
             named += ticket.named + 1
         return out
+
+    def _write_less(self, ticket: IssuedTicket, nbytes: int) -> None:
+        less = min(nbytes, ticket.writing_bytes)
+        ticket.writing_bytes -= less
+        left = self.writing_bytes(ticket.tenant) - less
+        if left:
+            self._writing[ticket.tenant] = left
+        else:
+            self._writing.pop(ticket.tenant, None)
 
     def extend(self, late_ns: int) -> None:
         """Extends all tickets by the time for which this process was stalled, since it could not receive renewals."""

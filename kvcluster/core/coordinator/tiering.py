@@ -162,10 +162,12 @@ class Tiering:
         waited = 0
         for tier, to in pairwise(member.info.tiers):
             waited += sum(pressing.values()) if tier is INGEST else 0
-            victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
+            keeps = self._room_below(member, tier, to)
+            beyond = self._evictor.victims_beyond_limits(member, tier, now, keeps)
+            victims = self._evictor.victims(member, tier, waited, now, keeps, leaving=beyond)
             if not victims:
-                keeps = self._room_below(member, tier, to)
-                victims = self._evictor.victims_for_floors(member, tier, waited, pressing, now, keeps)
+                victims = self._evictor.victims_for_floors(member, tier, waited, pressing, now, keeps, leaving=beyond)
+            victims = beyond + victims
             victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [self._demotion(record, to, now) for record in victims]
@@ -180,6 +182,7 @@ class Tiering:
         shard's fastest tier, and from below to INGEST, where every reader reads them in place."""
         fastest, moves = member.info.fastest, list[Move]()
         hot: dict[Tier, dict[Move, int]] = {INGEST: {}, fastest: {}}
+        rooms: dict[tuple[Tenant, Tier], int | None] = {}
         for space_id, block in self._take_hot(member):
             record = self._state.namespaces.record(space_id, block)
             if record is None or not record.copies.on(member.slot) or record.copies.on(member.slot, fastest):
@@ -187,7 +190,8 @@ class Tiering:
             below = min(copy.tier for copy in record.copies.of(member.slot))
             needed = self._state.namespaces.bytes_on(record, member.slot, below, raw=True)
             to = INGEST if below > INGEST else fastest
-            hot[to][Move(space_id, block, to, up=True)] = needed
+            if self._fits_limit(rooms, self._state.namespaces.tenant(space_id), to, needed):
+                hot[to][Move(space_id, block, to, up=True)] = needed
         for to, wanted in hot.items():
             room = member.info.use(to).room(self._low)
             idle = [] if to is INGEST else self._idle(member, sum(wanted.values()) - room, now)
@@ -203,6 +207,17 @@ class Tiering:
             below = member.info.next_below(to).tier
             moves += [self._demotion(record, below, now) for record in idle] + fit
         self.order(member, moves)
+
+    def _fits_limit(self, rooms: dict[tuple[Tenant, Tier], int | None], tenant: Tenant, to: Tier, nbytes: int) -> bool:
+        """Whether a tenant may have so many bytes more there; then takes them from its room in `rooms`. A block beyond
+        the limit of its tenant would be demoted by the next order."""
+        room = rooms.setdefault((tenant, to), self._state.limits.room(tenant, to))
+        if room is None:
+            return True
+        if nbytes > room:
+            return False
+        rooms[tenant, to] = room - nbytes
+        return True
 
     def _take_hot(self, member: Member) -> list[tuple[NamespaceId, BlockHash]]:
         """Returns the next blocks to promote on this shard, as many as one order names; the others stay for the next

@@ -19,7 +19,7 @@ asserts, and decides.
                             RegisterSpans, PinSpans                                   sequences_and_spans.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
                             AttendRequest                                             sequences_and_spans.py
-    driver -> core          Tick, Stalled, Republish, Verified, Moved, Staged, SavePages,
+    driver -> core          Tick, Stalled, Republish, SetQuotas, Verified, Moved, Staged, SavePages,
                             ReportAnswered, ReportFailed                              effects.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
                             KeepSettings, Publish, Warn, Leave                        effects.py
@@ -78,6 +78,8 @@ from kvcluster.core.messages.coordinator import (
     Status,
     StoreGrant,
     StoreRun,
+    TenantStatus,
+    TenantTier,
     UnpinBlocks,
 )
 from kvcluster.core.messages.effects import (
@@ -100,6 +102,7 @@ from kvcluster.core.messages.effects import (
     SavePages,
     ScheduleSeen,
     Send,
+    SetQuotas,
     Stage,
     Staged,
     Stalled,
@@ -220,7 +223,7 @@ CoordinatorQuestion = (
     | Inventory
 )
 
-CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Republish | Tick | Stalled
+CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | SetQuotas | Republish | Tick | Stalled
 
 ShardQuestion = (
     AttachShard

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, Epoch, NamespaceId, ShardId, Tenant
@@ -14,6 +15,7 @@ from kvcluster.core.messages.common import Need, Plan, Run, ShardAddress
 from kvcluster.core.messages.reports import ShardInfo
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +303,33 @@ class ShardStatus:
     restarted_ns_ago: int = 0
 
 
+class TenantTier(NamedTuple):
+    """What a tenant has in one tier of all shards, in the bytes that it is charged for; and the floor and the limit of
+    its quota, None for none."""
+
+    tier: Tier
+    used_bytes: int
+    floor_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What one tenant has, and what its quota grants it; None for no bound but that of all tenants. The rates are those
+    of one server: `calls_per_1000_s` calls in a thousand seconds, and `bytes_per_s` of loads and stores of a shard."""
+
+    tenant: Tenant
+    tiers: tuple[TenantTier, ...] = ()
+    pinned_bytes: int = 0
+    most_pinned_bytes: int | None = None
+    sequences: int = 0
+    most_sequences: int | None = None
+    engines: int = 0
+    most_engines: int | None = None
+    calls_per_1000_s: int | None = None
+    bytes_per_s: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Status:
     """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` has the settings
@@ -310,7 +339,8 @@ class Status:
     cluster, as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those.
     `sequences` are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
     `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash. `waiting` and `orphans` are
-    as in ScheduleSeen, for operators; empty where no reconciler runs."""
+    as in ScheduleSeen, for operators; empty where no reconciler runs. `tenants` has each tenant that stores or has a
+    quota; to a tenant its own. `warnings` are sentences about the quotas, for operators."""
 
     epoch: Epoch
     state: str
@@ -332,6 +362,8 @@ class Status:
     protocol: int = 0
     waiting: tuple[str, ...] = ()
     orphans: tuple[tuple[ShardId, str], ...] = ()
+    tenants: tuple[TenantStatus, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

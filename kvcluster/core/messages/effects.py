@@ -32,6 +32,7 @@ from kvcluster.core.messages.reports import Inventory, IssuedCredential, Publish
 from kvcluster.core.messages.sequences_and_spans import SpanGrant, SpansPending, TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
 from kvcluster.core.miss import Miss
+from kvcluster.core.quotas import Quotas
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import Tier
 
@@ -55,6 +56,15 @@ class ScheduleSeen:
     waiting: tuple[str, ...] = ()
     orphans: tuple[tuple[ShardId, str], ...] = ()
     shards: frozenset[ShardId] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetQuotas:
+    """The quotas of tenants from now on, in place of all before. `trouble`: why the newest version of their file is not
+    in use; "" if it is."""
+
+    quotas: Quotas
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -579,7 +579,7 @@ class EngineList(_message.Message):
     def __init__(self, engine: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant", "node", "release", "config_hash", "protocol", "waiting", "orphans")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant", "node", "release", "config_hash", "protocol", "waiting", "orphans", "tenants", "warnings")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -600,6 +600,8 @@ class Status(_message.Message):
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     ORPHANS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -620,7 +622,45 @@ class Status(_message.Message):
     protocol: int
     waiting: _containers.RepeatedScalarFieldContainer[str]
     orphans: Orphans
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., waiting: _Optional[_Iterable[str]] = ..., orphans: _Optional[_Union[Orphans, _Mapping]] = ...) -> None: ...
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., waiting: _Optional[_Iterable[str]] = ..., orphans: _Optional[_Union[Orphans, _Mapping]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class TenantStatus(_message.Message):
+    __slots__ = ("tenant", "tiers", "pinned_bytes", "most_pinned_bytes", "sequences", "most_sequences", "engines", "most_engines", "calls_per_1000_s", "bytes_per_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MOST_PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MOST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    MOST_ENGINES_FIELD_NUMBER: _ClassVar[int]
+    CALLS_PER_1000_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    tiers: _containers.RepeatedCompositeFieldContainer[TenantTier]
+    pinned_bytes: int
+    most_pinned_bytes: int
+    sequences: int
+    most_sequences: int
+    engines: int
+    most_engines: int
+    calls_per_1000_s: int
+    bytes_per_s: int
+    def __init__(self, tenant: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TenantTier, _Mapping]]] = ..., pinned_bytes: _Optional[int] = ..., most_pinned_bytes: _Optional[int] = ..., sequences: _Optional[int] = ..., most_sequences: _Optional[int] = ..., engines: _Optional[int] = ..., most_engines: _Optional[int] = ..., calls_per_1000_s: _Optional[int] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...
+
+class TenantTier(_message.Message):
+    __slots__ = ("tier", "used_bytes", "floor_bytes", "limit_bytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: _common_pb2.Tier
+    used_bytes: int
+    floor_bytes: int
+    limit_bytes: int
+    def __init__(self, tier: _Optional[_Union[_common_pb2.Tier, str]] = ..., used_bytes: _Optional[int] = ..., floor_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ...) -> None: ...
 
 class Orphans(_message.Message):
     __slots__ = ("shard", "node")

@@ -7,6 +7,7 @@ from itertools import count
 from typing import Any
 
 from kvcluster.core.coordinator import members
+from kvcluster.core.coordinator.admin_handler import AdminHandler
 from kvcluster.core.coordinator.event_emitter import EventEmitter
 from kvcluster.core.coordinator.eviction_queue import EvictionQueue
 from kvcluster.core.coordinator.evictor import Evictor
@@ -17,8 +18,9 @@ from kvcluster.core.coordinator.record_sweeper import RecordSweeper
 from kvcluster.core.coordinator.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.report_handler import ReportHandler
-from kvcluster.core.coordinator.tenant_floors import TenantFloors
-from kvcluster.core.coordinator.tickets import HeldBlocks, PageWriters
+from kvcluster.core.coordinator.tenant_floors import TenantExcess, TenantFloors
+from kvcluster.core.coordinator.tenant_limits import QuotaHolder, TenantLimits
+from kvcluster.core.coordinator.tickets import HeldBlocks, PageWriters, TicketBook
 from kvcluster.core.coordinator.tiering import Tiering
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import Persist, Tick
@@ -29,6 +31,7 @@ from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.replay.core_stepper import CoreProcess
 from tests.sim.bugs.planting import planted
 from tests.sim.coordinator import CoordinatorProcess
+from tests.sim.scenario import FIRST_WITH_QUOTAS
 
 
 @planted(ReportCursor, "chunk")
@@ -201,3 +204,54 @@ def tokens_of_another(
 ) -> None:
     """KV events give the token ids of the first block of a store for all of its blocks."""
     original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens, now)
+
+
+@planted(TenantLimits, "room", first=FIRST_WITH_QUOTAS)
+def stores_beyond_the_limit(original: Any, self: TenantLimits, tenant: Any, tier: Any) -> None:
+    """A store is granted however much its tenant has."""
+
+
+@planted(TicketBook, "writing_bytes", first=FIRST_WITH_QUOTAS)
+def writing_not_counted(original: Any, self: TicketBook, tenant: Any) -> int:
+    """A tenant may store what is left of its limit several times over: what it is writing does not count."""
+    return 0
+
+
+@planted(TenantLimits, "excess", first=FIRST_WITH_QUOTAS)
+def lowered_limit_evicts_nothing(original: Any, self: TenantLimits, member: Any, tier: Any) -> dict[Any, int]:
+    """What a tenant has beyond its limit stays until there is no room."""
+    return {}
+
+
+@planted(TenantExcess, "closed", first=FIRST_WITH_QUOTAS)
+def another_pays_for_the_excess(original: Any, self: TenantExcess, tenant: Any) -> bool:
+    """The coldest blocks are evicted for a tenant beyond its limit, of whichever tenant."""
+    return False
+
+
+@planted(AdminHandler, "set_quotas", first=FIRST_WITH_QUOTAS)
+def changed_quotas_not_taken(original: Any, self: AdminHandler, m: Any, now: int) -> Any:
+    """A coordinator keeps the first quotas that it was told."""
+    first = not self._state.quotas.quotas.tenants
+    return original(self, m, now) if first else []
+
+
+@planted(Membership, "stored_bytes", first=FIRST_WITH_QUOTAS)
+def replicas_count_to_the_limit(original: Any, self: Membership, tier: Any, tenant: Any) -> int:
+    """A tenant's replicas count to its limit, so that it loses its only copies of other blocks."""
+    replicated = any(member.stored[tier].tenants.get(tenant) for member in self.all()[1:])
+    return int(original(self, tier, tenant)) * (2 if replicated else 1)
+
+
+@planted(TenantLimits, "floors", first=FIRST_WITH_QUOTAS)
+def floors_of_quotas_not_kept(original: Any, self: TenantLimits, member: Any, tier: Any, tenants: Any) -> Any:
+    """All tenants have the same floor, whatever the quotas say."""
+    held, self._held = self._held, QuotaHolder()
+    floors = original(self, member, tier, tenants)
+    self._held = held
+    return floors
+
+
+@planted(QuotaHolder, "pinned", first=FIRST_WITH_QUOTAS)
+def pins_beyond_the_quota(original: Any, self: QuotaHolder, tenant: Any) -> None:
+    """A tenant pins its share of all bytes, whatever its quota."""
