@@ -210,7 +210,7 @@ def _served(
     handlers: dict[str, RpcHandler],
     auth: Authenticator,
     calls: CallMetrics,
-    certificates: Certificates | None,
+    certificates: Certificates | None = None,
     rates: RateLimiter | None = None,
 ) -> GrpcServer:
     """Returns a server on the first port for shards that is free on this node. Raises ConfigError if none is."""

@@ -12,7 +12,7 @@ from typing import Any
 from kvcluster.cli.command_parser import OldOption
 from kvcluster.cli.coordinator_args import DEFAULT_PORT
 from kvcluster.cli.status import StatusExit
-from kvcluster.config import SHARD_RESOURCE, Config, load, size
+from kvcluster.config import ENCRYPTIONS, SHARD_RESOURCE, Config, load, size
 from kvcluster.errors import CallerError
 from kvcluster.extras import needs
 
@@ -141,6 +141,13 @@ def _add_server_args(up: Any) -> None:
         action="store_true",
         default=None,
         help="let everyone connect who reaches --host, without a token",
+    )
+    up.add_argument(
+        "--encryption",
+        choices=ENCRYPTIONS,
+        metavar="HOW",
+        help="what encrypts the traffic with other machines, if --host is no loopback: tls, whose files are named in "
+        "--config; the network below (WireGuard, a mesh); or nothing (default: as the configuration says)",
     )
 
 
@@ -274,6 +281,8 @@ def _settings(options: argparse.Namespace) -> Config:
         "server": {name: given[name] for name in ("port", "host", "token_file", "insecure") if name in given},
         "shard": {name: given[name] for name in ("ram_bytes", "host_bytes", "disk_bytes") if name in given},
     }
+    if "encryption" in given:
+        settings["security"] = {"encryption": given["encryption"]}
     if "shards" in given:
         settings["shards"] = given["shards"]
     if "disk_dir" in given:  # the shards run in other working directories

@@ -60,6 +60,7 @@ def add_coordinator_args(command: Any) -> None:
     options.add_argument(
         "--encryption",
         choices=ENCRYPTIONS,
+        metavar="HOW",
         default="",
         help="what encrypts the connection to another machine: tls, the network below (WireGuard, a mesh), or nothing "
         "(default: the environment variable KVCLUSTER_ENCRYPTION, or tls with --ca)",

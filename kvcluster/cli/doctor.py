@@ -160,7 +160,7 @@ def _examine_tls(address: str, credentials: Credentials, role: str) -> dict[str,
     if credentials.certificates is None:
         return None
     name = credentials.server_name or host_of(address)
-    found: dict[str, Any] = {"name": name, "version": None, "cipher": None, "expires_s": None, "names": [], "why": None}
+    found: dict[str, Any] = {"name": name, "version": None, "cipher": None, "days_left": None, "names": [], "why": None}
     try:
         connected = socket.create_connection(split_address(address), timeout=PATIENCE_MS / 1e3)
         deadline = Deadline.after_ms(PATIENCE_MS)
@@ -171,7 +171,7 @@ def _examine_tls(address: str, credentials: Credentials, role: str) -> dict[str,
     return found | {
         "version": shown.version,
         "cipher": shown.cipher,
-        "expires_s": shown.names.expires_s,
+        "days_left": int((shown.names.expires_s - time.time()) / 86_400),
         "names": names,
     }
 

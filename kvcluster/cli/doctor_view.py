@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text
@@ -51,7 +50,6 @@ def _add_coordinator(page: TextPage, found: dict[str, Any]) -> None:
 
 
 _WARNED_DAYS = 14
-_DAY_S = 86_400
 
 
 def _add_tls(page: TextPage, found: dict[str, Any]) -> None:
@@ -68,8 +66,8 @@ def _add_tls(page: TextPage, found: dict[str, Any]) -> None:
 def _tls_text(tls: dict[str, Any]) -> tuple[str, Tone]:
     if tls["why"] is not None:
         return tls["why"], Tone.BAD
-    days = (tls["expires_s"] - time.time()) / _DAY_S
-    text = f"{tls['version']}, {tls['cipher']}, verified as {tls['name']}, {counted(int(days), 'day')} left"
+    days = tls["days_left"]
+    text = f"{tls['version']}, {tls['cipher']}, verified as {tls['name']}, {counted(days, 'day')} left"
     if days >= _WARNED_DAYS:
         return text, Tone.GOOD
     return f"{text}: replace its certificate, which is then read again (`kvcluster certs renew`)", Tone.WARNING

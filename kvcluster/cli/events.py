@@ -55,8 +55,7 @@ def add(commands: Any) -> None:
             "kvcluster events",
             "kvcluster events --replay tcp://127.0.0.1:5558 --json",
             "kvcluster events --endpoint tcp://10.0.0.7:5557 --topic '' --for 60",
-            "kvcluster events --endpoint tcp://kv.example:5557 --ca ca.crt --cert tls.crt --key tls.key "
-            "--forward tcp://127.0.0.1:5557",
+            "kvcluster events --endpoint tcp://kv:5557 --forward tcp://127.0.0.1:5557",
         ],
     )
     command.add_argument(

@@ -79,7 +79,7 @@ _COMMANDS = frozenset(COORDINATOR[name].path for name in COMMANDS)
 
 _ISSUE = COORDINATOR["IssueCredential"].path
 _RATE = f"{TOO_MANY_CALLS}: it is served again later"
-_TOO_MANY = "too many calls of this tenant are under way"
+_TOO_MANY = "too many calls with this token's tenant are under way"
 _BOUND = 4_096
 """Handlers that are kept, each of one method for one caller."""
 

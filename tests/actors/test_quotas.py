@@ -22,6 +22,7 @@ from kvcluster.config import ClientConfig
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.runtime.auth import new_token, token_line
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
 from tests.attacks.setting import BLOCKS, SPEC, kv, prompt
@@ -46,7 +47,7 @@ class QuotaCluster:
         return kvcluster.connect(self.cluster.address, SPEC, token=self.tokens[tenant], config=PATIENT)
 
     def status(self) -> dict[str, Any]:
-        connection = Connection(self.cluster.address, self.tokens["ops"])
+        connection = Connection(self.cluster.address, Credentials(self.tokens["ops"]))
         try:
             told = connection.ask(COORDINATOR["GetStatus"], GetStatus(), Deadline.after_ms(10_000))
         finally:

@@ -243,7 +243,7 @@ _QUESTIONS: Mapping[str, tuple[Callable[[Place], Any], str]] = {
     "Shard.Ping": (lambda _: None, "nothing is kept"),
 }
 FOR_OPERATORS = frozenset({"Drain", "SetPolicy", "Probe"})
-FOR_SHARDS = frozenset({"Report", "Inventory"})
+FOR_SHARDS = frozenset({"IssueCredential", "Report", "Inventory"})
 
 
 def _unary_rows() -> Iterator[tuple[str, Message]]:

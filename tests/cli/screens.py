@@ -151,7 +151,17 @@ def _transport(name: str, why: str | None = None, advice: str | None = None, tri
     return {"transport": name, "works": works, **times, "why": why, "advice": advice}
 
 
-def _diagnosed(status: dict[str, Any], found: dict[ShardId, Findings], shards: list[dict[str, Any]]) -> dict[str, Any]:
+def _tls(days_left: int = 61, why: str | None = None) -> dict[str, Any]:
+    shown = {"version": "TLSv1.3", "cipher": "TLS_AES_256_GCM_SHA384", "days_left": days_left, "names": ["kv.example"]}
+    return {"name": "kv.example", "why": why, **shown}
+
+
+def _diagnosed(
+    status: dict[str, Any],
+    found: dict[ShardId, Findings],
+    shards: list[dict[str, Any]],
+    tls: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     own = ProcessFacts(0, 16 * GIB, (ListeningPort("workers", 7070, "7070"),))
     rows = tuple(ShardFindings(shard, findings) for shard, findings in found.items())
     coordinator = {"reachable": True, "protocol_version": 3, "credential": "accepted", "state": "serving"}
@@ -159,6 +169,7 @@ def _diagnosed(status: dict[str, Any], found: dict[ShardId, Findings], shards: l
         "address": ADDRESS,
         "kernels": "avx2",
         "coordinator": coordinator | {"apart": status["apart"], "why": None, "advice": None},
+        "tls": tls,
         "shards": shards,
         "cluster": judged(status, Probed(7, False, own, rows, ()), shards, ADDRESS),
         "healthy": True,
@@ -175,23 +186,27 @@ def diagnosis() -> dict[str, Any]:
     """What the doctor finds of the cluster that is well, for an operator."""
     elsewhere = "another host: the shard is on node-1, and this is here"
     shards = [
-        {"shard": name, "chosen": "tcp", "why": None}
+        {"shard": name, "chosen": "tcp", "why": None, "tls": _tls()}
         | {"transports": [_transport("shm", elsewhere), _transport("tcp"), _transport("grpc", trip_ms=0.8)]}
         for name in ("shard-0", "shard-1")
     ]
     found = {ShardId("shard-0"): _found("shard-1"), ShardId("shard-1"): _found("shard-0")}
-    return _diagnosed(well(), found, shards)
+    return _diagnosed(well(), found, shards, _tls())
 
 
 def bad_diagnosis() -> dict[str, Any]:
     """What it finds of the one in trouble: a link that is cut, a clock that is off, and a transport that fails."""
     refused = _transport("tcp", "Connection refused", "open the ports of server.shard_ports in firewalls")
-    shards = [{"shard": "shard-0", "chosen": "grpc", "why": None, "transports": [refused, _transport("grpc")]}]
+    transports = [refused, _transport("grpc")]
+    shards = [{"shard": "shard-0", "chosen": "grpc", "why": None, "tls": _tls(9), "transports": transports}]
+        {"shard": "shard-0", "chosen": "grpc", "why": None, "tls": _tls(9), "transports": [refused, _transport("grpc")]}
+    ]
     found = {
         ShardId("shard-0"): _found("shard-2", why="no answer within 2 s"),
         ShardId("shard-2"): _found("shard-0", clock_ns=-3_600 * 10**9),
     }
-    return _diagnosed(in_trouble(), found, shards)
+    expired = "the certificate of kv.example is refused: certificate has expired"
+    return _diagnosed(in_trouble(), found, shards, _tls(why=expired))
 
 
 def unreachable() -> dict[str, Any]:
@@ -202,6 +217,7 @@ def unreachable() -> dict[str, Any]:
     return {
         "address": ADDRESS,
         "coordinator": coordinator | {"why": why, "advice": advice},
+        "tls": None,
         "shards": [],
         "cluster": cluster,
         "healthy": False,

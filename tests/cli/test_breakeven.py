@@ -244,7 +244,22 @@ def test_the_command_line_knows_it(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_config_that_is_not_understood_is_refused_before_anything_is_asked(
     tmp_path: Path, config: object, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["breakeven", "--model", written(tmp_path, config), "--prefill", "1000", "--address", "nowhere:1"]) == 1
+    assert (
+        main(
+            [
+                "breakeven",
+                "--model",
+                written(tmp_path, config),
+                "--prefill",
+                "1000",
+                "--address",
+                "nowhere:1",
+                "--encryption",
+                "none",
+            ]
+        )
+        == 1
+    )
     assert sentence in capsys.readouterr().err
 
 
@@ -304,7 +319,19 @@ def both_sides(link: Link, model: str) -> None:
     for rate in (SLOW, FAST):
         link.throttle(rate)
         command = [sys.executable, "-m", "kvcluster.cli.main", "breakeven", "--json", "--rounds", "3"]
-        done = link.run([*command, "--model", model, "--prefill", str(PREFILL), "--address", link.coordinator])
+        done = link.run(
+            [
+                *command,
+                "--model",
+                model,
+                "--prefill",
+                str(PREFILL),
+                "--address",
+                link.coordinator,
+                "--encryption",
+                "none",
+            ]
+        )
         assert done.returncode == 0, done.stderr
         verdicts[rate] = {path["path"]: path for path in measured(json.loads(done.stdout))}
     assert tuple(verdicts[SLOW]) == tuple(verdicts[FAST]) == link.paths

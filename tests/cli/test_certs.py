@@ -165,9 +165,8 @@ def test_grpc_verifies_both_sides_too_and_tells_the_roles_of_its_caller(issued: 
 
 
 def test_the_commands_of_the_page_make_hosts_that_verify_one_another(here: Path) -> None:
-    page = [
-        shlex.split(command, comments=True)[1:] for _, command in COMMANDS if command.startswith("kvcluster certs ")
-    ]
+    commands = [command for _, command in COMMANDS if command.startswith("kvcluster certs ")]
+    page = [shlex.split(command, comments=True)[1:] for command in commands if "kvcluster-ca" not in command]
     assert [words[1] for words in page] == ["init", "issue", "issue", "issue", "show", "renew"]
     assert [main(words) for words in page] == [0] * len(page)
     handshake(Path("head"), Path("team-a"), "10.0.0.5")

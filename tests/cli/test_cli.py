@@ -95,7 +95,8 @@ def test_a_command_that_does_not_exist_gets_the_name_of_the_nearest(
         (["--shards", "0"], "shards must be at least 1"),
         (["--port", "0"], "needs a fixed port, so that later commands find it: give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),
-        (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without a token file"),
+        (["--host", "0.0.0.0", "--encryption", "none"], "refusing to listen on 0.0.0.0 without a token file"),
+        (["--host", "0.0.0.0", "--insecure"], "nothing says how their traffic is encrypted"),
         (["--token-file", "nowhere"], f"cannot read the token file {Path('nowhere').absolute()}"),
         (["--config", "nowhere.toml"], "cannot read the configuration nowhere.toml"),
     ],
@@ -157,7 +158,7 @@ def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.C
     printed = capsys.readouterr().out
     credential = Credential.parse(printed)
     assert printed.startswith("token (give it to the operator")
-    tenants, operators = parse_tokens(credential.line)
+    tenants, operators, _ = parse_tokens(credential.line)
     assert (tenants, operators) == ({digest(credential.secret): "ops"}, {digest(credential.secret)})
     assert main(["token", "--tenant", "ops"]) == 0
     assert parse_tokens(Credential.parse(capsys.readouterr().out).line).operators == frozenset()

@@ -181,6 +181,7 @@ def test_what_is_found_is_shown_as_a_table_and_a_matrix() -> None:
     found = {
         "address": "10.0.0.9:7070",
         "coordinator": coordinator | {"apart": [], "why": None},
+        "tls": None,
         "shards": [],
         "cluster": judge({**FINE, A: cut}),
         "healthy": True,

@@ -125,7 +125,7 @@ def test_a_refused_connection_is_not_waited_for(
 
 
 def test_a_host_that_is_not_known_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["policy", "--address", "no-such-host.invalid:7070"]) == 1
+    assert main(["policy", "--address", "no-such-host.invalid:7070", "--encryption", "none"]) == 1
     assert "the host of no-such-host.invalid:7070 is not known" in capsys.readouterr().err
 
 

@@ -35,6 +35,7 @@ NOT_RUN = [
     (r"kvcluster doctor --engine", "needs vLLM: tests/cli/test_engine_doctor.py, tests/vllm/test_examine.py"),
     (r"pip install|python3 -m venv", "downloads packages: .ci/run installs, tests/compat/releases.py builds wheels"),
     (r"kvcluster token --secret --to", "a second run is refused, as the secret may be in use: tests/cli/test_cli.py"),
+    (r"kvcluster .*--ca ", "needs a cluster that speaks TLS: tests/actors/test_tls.py, tests/hosts/test_hosts.py"),
     (r"kvcluster certs ", "a second `init` is refused, as the CA may be in use: tests/cli/test_certs.py"),
     (r"make ", "takes minutes: .ci/run and tools/nightly.py run the targets"),
     (r"\.venv[\w-]*/bin/", "takes minutes, or the other environment: tests/test_nightly.py"),

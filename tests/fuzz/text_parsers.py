@@ -25,7 +25,7 @@ from tests.fuzz.trees import Kind, Node, fields, words
 _CONFIGURATIONS = (
     b"",
     b"shards = 2\n[shard]\nram_bytes = '1GiB'\nlease_ttl_ms = 10_000\n",
-    b'[server]\nhost = "0.0.0.0" # all of them\nport = 7070\ninsecure = true\n[coordinator]\nlow_free = 0.05\n',
+    b'[server]\nhost = "0.0.0.0" # all of them\nport = 7070\ninsecure = true\n[security]\nencryption = "none"\n',
     b"client = { deadline_ms = 0x10, connect_ms = 1 }\nmembership_ttl_ms = 5000\n",
     b'coordinator.hold_ms = 0\ncoordinator.high_free = 1e-1\n"stall_ms" = 500\n',
     b"[server]\nhost = '''::1'''\ntoken_file = \"\"\"a\\u00e9\n\"\"\"\n",

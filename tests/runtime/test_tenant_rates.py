@@ -34,6 +34,7 @@ from kvcluster.runtime.tenant_rates import TOO_FAST, Rated, RateLimiter
 from kvcluster.transfers.coordinator_client import GrpcPort, WatchedPort
 from kvcluster.transfers.shard_health import Permit, ShardHealth
 from kvcluster.transport.base import Deadline, RateLimited
+from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
@@ -90,7 +91,7 @@ def test_a_worker_takes_a_refused_call_for_no_fault_of_the_server(
     handlers = unary_handlers(COORDINATOR, lambda build, wait_s, tenant: Done())
     server = GrpcServer(handlers, auth, "127.0.0.1", 0, 2, metrics=calls, rates=rates)
     server.start()
-    mine, yours = Connection(server.address, "mine"), Connection(server.address, "yours")
+    mine, yours = (Connection(server.address, Credentials(token)) for token in ("mine", "yours"))
     port = WatchedPort(GrpcPort(mine))
     try:
         for _ in range(2):
