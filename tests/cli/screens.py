@@ -199,8 +199,6 @@ def bad_diagnosis() -> dict[str, Any]:
     refused = _transport("tcp", "Connection refused", "open the ports of server.shard_ports in firewalls")
     transports = [refused, _transport("grpc")]
     shards = [{"shard": "shard-0", "chosen": "grpc", "why": None, "tls": _tls(9), "transports": transports}]
-        {"shard": "shard-0", "chosen": "grpc", "why": None, "tls": _tls(9), "transports": [refused, _transport("grpc")]}
-    ]
     found = {
         ShardId("shard-0"): _found("shard-2", why="no answer within 2 s"),
         ShardId("shard-2"): _found("shard-0", clock_ns=-3_600 * 10**9),
