@@ -1,5 +1,5 @@
-"""The strict schemas that every object is held to: Kubernetes' own, and those of the kinds of the Prometheus operator and
-of cert-manager.
+"""The strict schemas that every object is held to: Kubernetes' own, and those of the kinds of the Prometheus operator
+and of cert-manager.
 
 These are made of packages' models of their CRDs and closed, so that an unknown field fails as it does in Kubernetes'
 strict schemas.
