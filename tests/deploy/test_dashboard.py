@@ -34,6 +34,7 @@ ABSENT |= {"kvcluster_tier_pages", "kvcluster_leases", "kvcluster_waiting", "kvc
 ABSENT |= {
     "kvcluster_start_retries_total",
     "kvcluster_token_file_stale",
+    "kvcluster_certificate_stale",
     "kvcluster_uptime_seconds",
     "kvcluster_worker_paths",
 }
