@@ -83,10 +83,10 @@ class Cluster:
     def _certify(self) -> None:
         """Makes a certificate that all hosts have, for the names of all of them."""
         names = [f"--name={address}" for address in {*self.network.addresses.values(), self.address}]
-        command = printed("kvcluster certs issue")[1:]
+        command = printed("kvcluster certs issue /root")[1:]
         at = command.index("--name")
         command[at : at + 2] = names
-        self.kvcluster("head", *printed("kvcluster certs init")[1:])
+        self.kvcluster("head", *printed("kvcluster certs init /root")[1:])
         self.kvcluster("head", *command)
 
     def renew(self, days: int) -> None:
