@@ -234,6 +234,37 @@ def test_a_real_kubectl_merges_the_sidecars_patch(kubectl: str, tmp_path: Path) 
     assert merged["metadata"]["labels"].keys() >= {"app", "kvcluster-client", "kvcluster-sidecar", "kvcluster-node"}
 
 
+def test_the_authority_signs_for_the_release_of_the_document_and_keeps_its_key() -> None:
+    objects = list(yaml.safe_load_all((FOLDER / "cache-ca.yaml").read_text(encoding="utf-8")))
+    for each in objects:
+        check_schema(each)
+    names = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
+    (certificate,) = [spec for (kind, _), spec in names.items() if kind == "Certificate"]
+    (name,) = [
+        name for (kind, name), spec in names.items() if spec == {"ca": {"secretName": certificate["secretName"]}}
+    ]
+    assert names["Issuer", certificate["issuerRef"]["name"]] == {"selfSigned": {}}
+    assert certificate["isCA"] is True and certificate["privateKey"]["rotationPolicy"] == "Never"
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f"--set security.certManager.issuerRef.name={name} " in page
+    assert {spec["spec"]["issuerRef"]["name"] for spec in _release("tls").of("Certificate")} == {name}
+    assert {each["metadata"]["namespace"] for each in objects} == {"llm"}
+
+
+def test_the_page_says_what_the_certificates_have() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `<fullname>-(\w+)-tls`.*?\| (.*?) \| `(kvcluster://[^`]+)` \|$", page, re.MULTILINE)
+    found = {role: (names, uri.replace("<fullname>", "cache-kvcluster")) for role, names, uri in rows}
+    for each in _release("tls").of("Certificate"):
+        role = each["metadata"]["name"].removeprefix("cache-kvcluster-")
+        if role in ("coordinator", "shard"):
+            names, uri = found[role]
+            assert each["spec"]["uris"] == [uri]
+            assert "`<fullname>-nodes.<namespace>.svc`" in names
+            assert "cache-kvcluster-nodes.llm.svc" in each["spec"]["dnsNames"]
+    assert found.keys() == {"coordinator", "shard"}
+
+
 # ------------------------------------------------------------------------------------------------ the images
 
 
