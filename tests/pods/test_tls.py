@@ -58,10 +58,10 @@ class CertManager:
         self.authority = Authority(folder)
 
     def secrets(self, objects: Objects) -> Secrets:
-        return self._signed(objects, days=10)
+        return self._signed(objects, days=20)
 
     def renewed(self, objects: Objects) -> Secrets:
-        return self._signed(objects, days=20)
+        return self._signed(objects, days=25)
 
     def _signed(self, objects: Objects, days: float) -> Secrets:
         made = {}
