@@ -87,7 +87,12 @@ class ShardActor:
         proves = Credentials(None if certificates else secret, certificates)
         self._certificates, self._credentials = certificates, ShardCredentials(epoch, proves)
         self._coordinator = CoordinatorLink(cluster, self._credentials, self._look_at_certificate)
-        auth = authenticator(config, secret, epoch_of=self._credentials.epoch_of, restarted=patient)
+        auth = authenticator(
+            *(config, secret),
+            epoch_of=self._credentials.epoch_of,
+            secret_suffices=lambda: self._credentials.secret_suffices,
+            restarted=patient,
+        )
         self._metrics: MetricsServer | None = None
         self._location = locate_server(config.server.socket_dir)
         self._probe = PeerProbe(
