@@ -18,7 +18,18 @@ from typing import Any
 
 import yaml
 
-from kvcluster.config import CODECS, LOG_FORMATS, LOSSES, TRANSPORTS, Config, ShardConfig, loading
+from kvcluster.config import (
+    CODECS,
+    ENCRYPTIONS,
+    LOG_FORMATS,
+    LOSSES,
+    NETWORK,
+    NO_ENCRYPTION,
+    TRANSPORTS,
+    Config,
+    ShardConfig,
+    loading,
+)
 from kvcluster.config.sections import OF
 from kvcluster.eviction import POLICIES
 
@@ -51,10 +62,24 @@ _USER: Schema = {"type": ["integer", "null"], "minimum": 1}
 _UNHEALTHY: Schema = {"enum": ["", "AlwaysAllow", "IfHealthyBudget"]}
 _TRISTATE: Schema = {"type": ["boolean", "null"]}
 _PEERS: Schema = {"type": "array", "items": {"type": "object"}}
+_HOURS: Schema = {"type": "string", "pattern": "^[1-9][0-9]{0,5}h$"}
 _HOST_PORT: Schema = {"type": "string", "pattern": r"^([^:\s]+:[0-9]{1,5})?$"}
 _LABELS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 
 _RULES: dict[str, Schema] = {
+    "security.encryption": {"enum": list(ENCRYPTIONS)},
+    "security.rayEncryption": {"enum": [NETWORK, NO_ENCRYPTION]},
+    "security.certManager.duration": _HOURS,
+    "security.certManager.renewBefore": _HOURS,
+    "security.certManager.dnsNames": {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9.*-]+$"}},
+    "security.certManager.clients": {
+        "type": "array",
+        "uniqueItems": True,
+        "items": {
+            "type": "string",
+            "pattern": "^(operator|events|tenant-[a-z0-9]([a-z0-9.-]{0,40}[a-z0-9])?)$",
+        },
+    },
     "mode": {"enum": ["cluster", "sidecar", "node-local", "join"]},
     "image.pullPolicy": {"enum": ["Always", "IfNotPresent", "Never"]},
     "image.digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
@@ -97,6 +122,7 @@ _RULES: dict[str, Schema] = {
     "nodeLocal.csi": {"type": "object"},
     "join.address": _HOST_PORT,
     "join.headSelector": _LABELS,
+    "connection.tlsDir": {"type": "string", "pattern": "^(/[^/]+)+$"},
     "networkPolicy.dnsPorts": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65_535}},
     "networkPolicy.engines": _PEERS,
     "networkPolicy.monitoring": _PEERS,
@@ -105,6 +131,7 @@ _RULES: dict[str, Schema] = {
     "monitoring.prometheusRule": _TRISTATE,
     "monitoring.dashboard": _TRISTATE,
     "monitoring.interval": {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"},
+    "monitoring.tlsConfig": {"type": "object"},
     "monitoring.dashboardLabels": _LABELS,
     "runAsUser": _USER,
     "runAsGroup": _USER,
@@ -124,6 +151,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "coordinator.eviction_policy": tuple(POLICIES),
     "log.format": LOG_FORMATS,
     "client.accept": LOSSES,
+    "client.encryption": ("", *ENCRYPTIONS),
     "client.transports": TRANSPORTS,
     "server.transports": TRANSPORTS,
 }

@@ -187,6 +187,7 @@ spec:
       image: "$image"
       command: [sleep, infinity]
       env: [{name: HOME, value: /tmp}]
+      envFrom: [{configMapRef: {name: $name-connection}}]
       resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 512Mi}}
       securityContext:
         runAsNonRoot: true
@@ -195,8 +196,15 @@ spec:
         readOnlyRootFilesystem: true
         capabilities: {drop: [ALL]}
         seccompProfile: {type: RuntimeDefault}
-      volumeMounts: [{name: token, mountPath: $token_files, readOnly: true}, {name: tmp, mountPath: /tmp}]
-  volumes: [{name: token, secret: {secretName: prove-tokens, defaultMode: 0440}}, {name: tmp, emptyDir: {}}]
+      volumeMounts:
+        - {name: token, mountPath: $token_files, readOnly: true}
+        - {name: tls, mountPath: /etc/kvcluster-tls, readOnly: true}
+        - {name: tmp, mountPath: /tmp}
+  volumes:
+    - {name: token, secret: {secretName: prove-tokens, defaultMode: 0440}}
+    # With values that say security.encryption: tls; otherwise there is no such Secret.
+    - {name: tls, secret: {secretName: $name-shard-tls, optional: true, items: [{key: ca.crt, path: ca.crt}]}}
+    - {name: tmp, emptyDir: {}}
 END
 }
 

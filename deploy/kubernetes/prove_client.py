@@ -6,8 +6,10 @@ loaded byte is compared. A job that ends badly prints why and exits with 1.
 
 from __future__ import annotations
 
+import os
 import random
 import socket
+import ssl
 import sys
 import time
 import urllib.request
@@ -130,10 +132,16 @@ def scrape(*targets: str) -> str:
 
 
 def scraped(targets: tuple[str, ...]) -> Iterator[str]:
-    """Yields how many series of kvcluster each target has. Raises OSError if one does not answer with 200."""
+    """Yields how many series of kvcluster each target has. Raises OSError if one does not answer with 200. With TLS its
+    certificate must be of the cluster's authority; it has no address."""
+    authority = os.environ.get("KVCLUSTER_CA_FILE")
+    verifies = ssl.create_default_context(cafile=authority) if authority else None
+    if verifies is not None:
+        verifies.check_hostname = False
+    scheme = "https" if authority else "http"
     for target in targets:
         for path in ("healthz", "readyz", "metrics"):
-            with urllib.request.urlopen(f"http://{target}/{path}", timeout=10) as answer:
+            with urllib.request.urlopen(f"{scheme}://{target}/{path}", timeout=10, context=verifies) as answer:
                 lines = answer.read().decode().splitlines()
         yield f"series={sum(line.startswith('kvcluster_') for line in lines)}"
 

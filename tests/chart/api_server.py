@@ -47,6 +47,7 @@ KINDS = (
         Kind("monitoring.coreos.com/v1", f"{kind.lower()}s", kind)
         for kind in ("PodMonitor", "ServiceMonitor", "PrometheusRule")
     ),
+    Kind("cert-manager.io/v1", "certificates", "Certificate"),
 )
 _BY_PLURAL = {kind.plural: kind for kind in KINDS}
 

@@ -14,10 +14,12 @@ import yaml
 
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.cli.main import parser
-from kvcluster.config import size
+from kvcluster.config import TLS, size
 from kvcluster.config.ports import NODES, OPERATORS, PortUse, port_table
 from kvcluster.core.shard_scheduler import pool_bytes
 from kvcluster.runtime.metrics import METRICS
+from kvcluster.transport.certificates import COORDINATOR, SCHEME, SHARD, CertificateNames
+from kvcluster.transport.credentials import CA_FILE, CERT_FILE, ENCRYPTION, KEY_FILE, SERVER_NAME
 from tests.chart.program import (
     ROOT,
     connector_settings,
@@ -34,6 +36,7 @@ from tests.deploy.alert_rules import RELEASE, rules, selectors
 REDIS_PORT = 6379
 _SIDECAR: dict[str, Any] = yaml.safe_load((ROOT / "helm/kvcluster/values.yaml").read_text(encoding="utf-8"))["sidecar"]
 _MIB = 2**20
+_CONNECTION = {ENCRYPTION, CA_FILE, CERT_FILE, KEY_FILE, SERVER_NAME}
 
 
 def pods_are_restricted(release: Release) -> None:
@@ -98,15 +101,33 @@ def variables_are_known(release: Release) -> None:
         for each in ours(pod):
             names = {env["name"] for env in each.get("env", [])} - extra
             rays = {name for name in names if name.startswith("RAY_")}
-            assert names - rays <= {"POD_IP", "HOME"}, names
+            assert names - rays <= {"POD_IP", "HOME", *_CONNECTION}, names
             assert rays <= ray_variables(), rays - ray_variables()
             for used in re.findall(r"\$\(([A-Z_]+)\)", " ".join(each.get("args", []))):
                 assert used in names, used
 
 
+def commands_in_containers_connect_as_the_cluster_does(release: Release) -> None:
+    security = release.config.security
+    for _, each, _ in _programs(release):
+        env = {variable["name"]: variable.get("value") for variable in each["env"]}
+        assert env[ENCRYPTION] == security.encryption
+        assert env.get(CA_FILE, "") == security.ca_file
+        assert bool(env.get(SERVER_NAME)) == (security.encryption == TLS)
+        assert env.get(SERVER_NAME, release.config.server.advertise) == release.config.server.advertise
+        shown = (security.cert_file, security.key_file) if security.client_certificates else ("", "")
+        assert (env.get(CERT_FILE, ""), env.get(KEY_FILE, "")) == shown
+
+
 def files_of_the_configuration_are_mounted(release: Release) -> None:
     server, ray, coordinator = release.config.server, release.config.ray, release.config.coordinator
+    security = release.config.security
     for pod, each, options in _programs(release):
+        for path in filter(None, (security.ca_file, security.cert_file, security.key_file)):
+            assert _file_is_mounted(release, pod, each, path), path
+            assert secret_at(pod, each, path) == tls_secret(
+                release, "shard" if options.command == "join" else "coordinator"
+            )
         for path in (server.secret_file, server.token_file):
             assert _file_is_mounted(release, pod, each, path), path
         if options.command == "up" and not options.address:
@@ -170,6 +191,8 @@ def probes_ask_what_is_served(release: Release) -> None:
             assert probes or each["name"] in ("join", "prepare-sockets"), each["name"]
             for probe in probes:
                 if "httpGet" in probe:
+                    encrypts = release.config.security.encryption == TLS
+                    assert probe["httpGet"].get("scheme", "HTTP") == ("HTTPS" if encrypts else "HTTP")
                     assert ports[probe["httpGet"]["port"]] in metrics
                     assert probe["httpGet"]["path"] in served_paths()
     for pod in release.patched_engines():
@@ -282,6 +305,17 @@ def monitors_name_ports_and_the_job_of_the_rules(release: Release) -> None:
         spec = monitor["spec"]
         for endpoint in spec.get("podMetricsEndpoints", spec.get("endpoints")):
             assert endpoint["port"] in served and endpoint["path"] in served_paths()
+            encrypts = release.config.security.encryption == TLS
+            assert (endpoint.get("scheme") == "https") is encrypts and ("tlsConfig" in endpoint) is encrypts
+            if encrypts:
+                verifies = endpoint["tlsConfig"]
+                assert verifies["ca"] == {"secret": {"name": tls_secret(release, "shard"), "key": "ca.crt"}}
+                assert "insecureSkipVerify" not in verifies
+                for certificate in (each["spec"] for each in release.of("Certificate")):
+                    assert (
+                        verifies["serverName"] in certificate.get("dnsNames", [])
+                        or "server auth" not in certificate["usages"]
+                    )
             labels = {"job": "kvcluster", RELEASE: _name(monitor)}
             assert endpoint["relabelings"] == [
                 {"action": "replace", "targetLabel": label, "replacement": value} for label, value in labels.items()
@@ -310,6 +344,34 @@ def the_connection_is_what_the_connector_reads(release: Release) -> None:
     assert not any(isinstance(value, float) for value in extra.values()), "no setting is a fraction"
     server = release.config.server
     assert extra["address"] == data["KVCLUSTER_ADDRESS"] == f"{server.advertise}:{server.port}"
+    security = release.config.security
+    assert data[ENCRYPTION] == security.encryption
+    assert (CA_FILE in data) == (security.encryption == TLS)
+    assert (CERT_FILE in data) == (KEY_FILE in data) == security.client_certificates
+
+
+def certificates_have_the_names_and_roles_that_the_program_asks_for(release: Release) -> None:
+    config = release.config
+    found = {each["spec"]["secretName"]: each["spec"] for each in release.of("Certificate")}
+    assert bool(found) == bool(release.values.get("security", {}).get("certManager"))
+    for secret, spec in found.items():
+        (uri,) = spec["uris"]
+        cluster, _, role = uri.removeprefix(SCHEME).partition("/")
+        names = CertificateNames(dns=tuple(spec.get("dnsNames", ())), uris=tuple(spec["uris"]))
+        assert (
+            uri.startswith(SCHEME) and cluster == config.name and secret == tls_secret(release, role.replace("/", "-"))
+        )
+        assert spec["privateKey"]["rotationPolicy"] == "Always"
+        serves = role in (COORDINATOR, SHARD)
+        assert set(spec["usages"]) == {"digital signature", "client auth", *(["server auth"] if serves else [])}
+        assert bool(names.dns) == serves
+        # Those who connect to the head verify the host of its address; of shards they are told a name.
+        if role == COORDINATOR:
+            assert names.name_for(config.server.advertise) == ""
+        if role == SHARD:
+            assert names.name_for("10.0.0.1") and config.server.advertise not in names.dns
+    if found:
+        assert {tls_secret(release, COORDINATOR), tls_secret(release, SHARD)} <= found.keys()
 
 
 def objects_have_their_place(release: Release) -> None:
@@ -337,6 +399,10 @@ CHECKS: tuple[Callable[[Release], None], ...] = (
     *(probes_ask_what_is_served, services_reach_ports_that_exist, the_advertised_name_is_a_service),
     *(selectors_match_pods, budgets_are_whole_numbers, policies_let_in_whom_the_table_of_ports_names, mounts_exist),
     *(rules_and_dashboards_name_metrics_that_exist, monitors_name_ports_and_the_job_of_the_rules),
+    *(
+        certificates_have_the_names_and_roles_that_the_program_asks_for,
+        commands_in_containers_connect_as_the_cluster_does,
+    ),
     *(the_connection_is_what_the_connector_reads, objects_have_their_place, notes_name_what_exists),
 )
 
@@ -359,7 +425,26 @@ def secrets_of(values: Any) -> set[str]:
     """Returns the Secrets that these values declare, and the one that is looked for without."""
     names = {values.get(part, {}).get("secretName") for part in ("auth", "redis")}
     names |= {values.get("join", {}).get("tokenSecretName"), "cache-kvcluster-auth"}
+    names |= {_tls_secret(values, role) for role in (COORDINATOR, SHARD)}
     return {name for name in names if name}
+
+
+def tls_secret(release: Release, role: str) -> str:
+    """Returns the Secret with the certificate for a role."""
+    return _tls_secret(release.values, role)
+
+
+def _tls_secret(values: Any, role: str) -> str:
+    given: dict[str, str] = values.get("security", {}).get("existingSecrets", {})
+    return given.get(role) or f"cache-kvcluster-{role}-tls"
+
+
+def secret_at(pod: PodTemplate, container: Object, path: str) -> str:
+    """Returns the Secret whose file is there."""
+    (mount,) = [mount for mount in container["volumeMounts"] if mount["mountPath"] == path.rpartition("/")[0]]
+    assert mount["readOnly"] is True
+    (volume,) = [volume for volume in pod.spec["volumes"] if volume["name"] == mount["name"]]
+    return str(volume["secret"]["secretName"])
 
 
 def _programs(release: Release) -> list[tuple[PodTemplate, Object, Any]]:

@@ -1,7 +1,8 @@
-"""The strict schemas that every object is held to: Kubernetes' own, and those of the Prometheus operator's kinds.
+"""The strict schemas that every object is held to: Kubernetes' own, and those of the kinds of the Prometheus operator
+and of cert-manager.
 
-The operator's are made of a package's models of its CRDs and closed, so that an unknown field fails as it does in
-Kubernetes' strict schemas.
+These are made of packages' models of their CRDs and closed, so that an unknown field fails as it does in Kubernetes'
+strict schemas.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
+from cloudcoil.models.cert_manager import v1 as cert_manager
 from cloudcoil.models.prometheus_operator import v1 as prometheus_operator
 from referencing import Registry, Resource
 
 VERSIONS = ("1.30", "1.37")
 """The oldest and the newest Kubernetes whose schemas every object keeps."""
 
-_OPERATOR = "monitoring.coreos.com/"
+_MODELS = {"monitoring.coreos.com/v1": prometheus_operator, "cert-manager.io/v1": cert_manager}
+"""By the version of their group."""
 
 
 class Invalid(Exception):
@@ -31,8 +35,9 @@ def check_schema(found: dict[str, Any]) -> None:
     """Raises Invalid if the object does not keep the schema of its kind, in any of VERSIONS."""
     name = f"{found.get('kind')} {found.get('metadata', {}).get('name')}"
     try:
-        if str(found.get("apiVersion")).startswith(_OPERATOR):
-            jsonschema.Draft202012Validator(_closed_schema(found["kind"])).validate(found)
+        models = _MODELS.get(str(found.get("apiVersion")))
+        if models is not None:
+            jsonschema.Draft202012Validator(_closed_schema(models, found["kind"])).validate(found)
         else:
             for version in VERSIONS:
                 _validator(version, str(found.get("kind")), str(found.get("apiVersion"))).validate(found)
@@ -60,9 +65,9 @@ def _contents(version: str, name: str) -> Any:
 
 
 @cache
-def _closed_schema(kind: str) -> dict[str, Any]:
-    """Returns the schema of a kind of the Prometheus operator, without room for fields that it does not name."""
-    schema: dict[str, Any] = getattr(prometheus_operator, kind).model_json_schema(by_alias=True)
+def _closed_schema(models: ModuleType, kind: str) -> dict[str, Any]:
+    """Returns the schema of a kind of these models, without room for fields that it does not name."""
+    schema: dict[str, Any] = getattr(models, kind).model_json_schema(by_alias=True)
     for each in (schema, *schema["$defs"].values()):
         if "properties" in each:
             each["additionalProperties"] = False

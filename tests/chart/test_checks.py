@@ -20,7 +20,7 @@ Change = Callable[[Object], object]
 def releases() -> dict[str, Release]:
     return {
         name: Release(values_of(name), render(values_of(name)), installed(values_of(name))["info"]["notes"])
-        for name in ("disk", "gpu", "monitoring")
+        for name in ("disk", "gpu", "monitoring", "tls")
     }
 
 
@@ -47,6 +47,23 @@ def setting(before: str, after: str) -> Change:
         data = objects["ConfigMap/cache-kvcluster-config"]["data"]
         assert before in data["cluster.toml"]
         data["cluster.toml"] = data["cluster.toml"].replace(before, after)
+
+    return change
+
+
+def tls_volume(objects: Object) -> Object:
+    (found,) = [each for each in shard(objects)["volumes"] if each["name"] == "tls"]
+    return found  # type: ignore[no-any-return]
+
+
+def tls_mount(objects: Object) -> Object:
+    (found,) = [each for each in container(objects)["volumeMounts"] if each["name"] == "tls"]
+    return found  # type: ignore[no-any-return]
+
+
+def certificate(role: str, **fields: Any) -> Change:
+    def change(objects: Object) -> None:
+        objects[f"Certificate/cache-kvcluster-{role}"]["spec"].update(fields)
 
     return change
 
@@ -106,6 +123,69 @@ WRONG: list[tuple[str, Callable[[Release], None], Change]] = [
         checks.monitors_name_ports_and_the_job_of_the_rules,
         lambda o: o["PodMonitor/cache-kvcluster"]["spec"]["podMetricsEndpoints"][0].update(port="metrics"),
     ),
+    ("tls", checks.probes_ask_what_is_served, lambda o: container(o)["livenessProbe"]["httpGet"].pop("scheme")),
+    (
+        "disk",
+        checks.probes_ask_what_is_served,
+        lambda o: container(o)["livenessProbe"]["httpGet"].update(scheme="HTTPS"),
+    ),
+    ("tls", checks.mounts_exist, lambda o: tls_volume(o)["secret"].update(defaultMode=0o444)),
+    ("tls", checks.mounts_exist, lambda o: tls_mount(o).update(subPath="tls.crt")),
+    ("tls", checks.files_of_the_configuration_are_mounted, lambda o: tls_volume(o)["secret"]["items"].pop()),
+    (
+        "tls",
+        checks.files_of_the_configuration_are_mounted,
+        lambda o: tls_volume(o)["secret"].update(secretName="cache-kvcluster-coordinator-tls"),
+    ),
+    ("tls", checks.files_of_the_configuration_are_mounted, setting("/etc/kvcluster/tls/tls.key", "/etc/tls/tls.key")),
+    ("tls", checks.files_of_the_configuration_are_mounted, lambda o: tls_mount(o).update(readOnly=False)),
+    ("tls", checks.commands_in_containers_connect_as_the_cluster_does, lambda o: container(o)["env"].pop()),
+    ("tls", checks.certificates_have_the_names_and_roles_that_the_program_asks_for, certificate("shard", uris=[])),
+    (
+        "tls",
+        checks.certificates_have_the_names_and_roles_that_the_program_asks_for,
+        certificate("shard", uris=["kvcluster://cache/shard"]),
+    ),
+    (
+        "tls",
+        checks.certificates_have_the_names_and_roles_that_the_program_asks_for,
+        certificate("shard", usages=["digital signature", "server auth"]),
+    ),
+    (
+        "tls",
+        checks.certificates_have_the_names_and_roles_that_the_program_asks_for,
+        certificate("coordinator", dnsNames=["cache-kvcluster-head"]),
+    ),
+    (
+        "tls",
+        checks.certificates_have_the_names_and_roles_that_the_program_asks_for,
+        certificate("shard", dnsNames=["*.llm.svc"]),
+    ),
+    (
+        "tls",
+        checks.certificates_have_the_names_and_roles_that_the_program_asks_for,
+        certificate("tenant-default", secretName="cache-kvcluster-shard-tls"),
+    ),
+    (
+        "tls",
+        checks.monitors_name_ports_and_the_job_of_the_rules,
+        lambda o: o["PodMonitor/cache-kvcluster"]["spec"]["podMetricsEndpoints"][0].update(scheme="http"),
+    ),
+    (
+        "tls",
+        checks.monitors_name_ports_and_the_job_of_the_rules,
+        lambda o: o["PodMonitor/cache-kvcluster"]["spec"]["podMetricsEndpoints"][0]["tlsConfig"].update(serverName="x"),
+    ),
+    (
+        "tls",
+        checks.the_connection_is_what_the_connector_reads,
+        lambda o: o["ConfigMap/cache-kvcluster-connection"]["data"].pop("KVCLUSTER_CA_FILE"),
+    ),
+    (
+        "disk",
+        checks.the_connection_is_what_the_connector_reads,
+        lambda o: o["ConfigMap/cache-kvcluster-connection"]["data"].pop("KVCLUSTER_ENCRYPTION"),
+    ),
     (
         "disk",
         checks.the_connection_is_what_the_connector_reads,
@@ -131,6 +211,13 @@ def test_a_check_sees(
     [
         ("v1", "ConfigMap", {}, "'spec' was unexpected"),
         ("v1", "Service", {"ports": [{"port": "http"}]}, "ports"),
+        ("cert-manager.io/v1", "Certificate", {"secretName": "s", "issuerRef": {"name": "i"}, "uri": []}, "uri"),
+        (
+            "cert-manager.io/v1",
+            "Certificate",
+            {"secretName": "s", "issuerRef": {"name": "i"}, "usages": ["server"]},
+            "server",
+        ),
         ("monitoring.coreos.com/v1", "PodMonitor", {"selector": {}, "podMetricEndpoints": []}, "podMetricEndpoints"),
     ],
 )

@@ -36,6 +36,7 @@ def releases() -> dict[str, Release]:
 
 def test_the_values_files_are_those_that_were_asked_for() -> None:
     wanted = {"default", "gpu", "disk", "monitoring", "ha", "join", "sidecar", "multi-tenant", "node-local"}
+    wanted |= {"tls", "tls-secrets"}
     assert set(NAMES) == wanted
 
 

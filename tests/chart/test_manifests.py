@@ -131,6 +131,16 @@ def has_room_where_vllm_writes(objects: list[Object], release: Release) -> None:
     assert sorted(mounts) == sorted(each["name"] for each in pod(objects)["volumes"])
 
 
+def finds_the_authority_of_a_release_with_tls_and_needs_none_of_others(objects: list[Object], release: Release) -> None:
+    encrypted = _release("tls")
+    folder, _, name = encrypted.one("ConfigMap", "-connection")["data"]["KVCLUSTER_CA_FILE"].rpartition("/")
+    (mount,) = [each for each in engine(objects)["volumeMounts"] if each["mountPath"] == folder]
+    (volume,) = [each["secret"] for each in pod(objects)["volumes"] if each["name"] == mount["name"]]
+    assert mount["readOnly"] and volume["optional"] is True
+    assert volume["secretName"] in {each["spec"]["secretName"] for each in encrypted.of("Certificate")}
+    assert volume["items"] == [{"key": name, "path": name}], "the key of the shards stays out of the engine's pod"
+
+
 def has_a_core_and_memory_to_spare(objects: list[Object], release: Release) -> None:
     env = {each["name"]: each.get("value") for each in engine(objects)["env"]}
     resources = engine(objects)["resources"]
@@ -147,6 +157,7 @@ def no_service_of_the_namespace_sets_a_variable_of_vllm(objects: list[Object], r
 CHECKS: tuple[Check, ...] = (
     *(keeps_the_schemas, keeps_restricted, has_two_replicas_that_are_served, is_let_in_by_the_policies),
     *(connects_as_the_release_says, runs_as_the_user_of_the_chart, has_room_where_vllm_writes),
+    finds_the_authority_of_a_release_with_tls_and_needs_none_of_others,
     *(has_a_core_and_memory_to_spare, no_service_of_the_namespace_sets_a_variable_of_vllm),
 )
 
@@ -172,6 +183,14 @@ WRONG: list[tuple[Check, Callable[[list[Object]], object]]] = [
     (connects_as_the_release_says, lambda o: pod(o)["volumes"][0]["secret"].update(secretName="token")),
     (runs_as_the_user_of_the_chart, lambda o: pod(o)["securityContext"].update(runAsUser=2_000)),
     (has_room_where_vllm_writes, lambda o: engine(o)["env"][0].update(value="/root")),
+    (
+        finds_the_authority_of_a_release_with_tls_and_needs_none_of_others,
+        lambda o: pod(o)["volumes"][1]["secret"].pop("items"),
+    ),
+    (
+        finds_the_authority_of_a_release_with_tls_and_needs_none_of_others,
+        lambda o: pod(o)["volumes"][1]["secret"].update(optional=False),
+    ),
     (has_a_core_and_memory_to_spare, lambda o: engine(o)["resources"]["requests"].update(cpu="3")),
     (no_service_of_the_namespace_sets_a_variable_of_vllm, lambda o: pod(o).pop("enableServiceLinks")),
 ]
@@ -211,8 +230,39 @@ def test_a_real_kubectl_merges_the_sidecars_patch(kubectl: str, tmp_path: Path) 
     merged: Any = json.loads(done.stdout)["spec"]["template"]
     assert [each["name"] for each in merged["spec"]["initContainers"]] == ["kvcluster-shard"]
     assert [each["name"] for each in merged["spec"]["containers"]] == ["vllm"]
-    assert len(merged["spec"]["volumes"]) == len({each["name"] for each in merged["spec"]["volumes"]}) == 8
+    assert len(merged["spec"]["volumes"]) == len({each["name"] for each in merged["spec"]["volumes"]}) == 9
     assert merged["metadata"]["labels"].keys() >= {"app", "kvcluster-client", "kvcluster-sidecar", "kvcluster-node"}
+
+
+def test_the_authority_signs_for_the_release_of_the_document_and_keeps_its_key() -> None:
+    objects = list(yaml.safe_load_all((FOLDER / "cache-ca.yaml").read_text(encoding="utf-8")))
+    for each in objects:
+        check_schema(each)
+    names = {(each["kind"], each["metadata"]["name"]): each["spec"] for each in objects}
+    (certificate,) = [spec for (kind, _), spec in names.items() if kind == "Certificate"]
+    (name,) = [
+        name for (kind, name), spec in names.items() if spec == {"ca": {"secretName": certificate["secretName"]}}
+    ]
+    assert names["Issuer", certificate["issuerRef"]["name"]] == {"selfSigned": {}}
+    assert certificate["isCA"] is True and certificate["privateKey"]["rotationPolicy"] == "Never"
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f"--set security.certManager.issuerRef.name={name} " in page
+    assert {spec["spec"]["issuerRef"]["name"] for spec in _release("tls").of("Certificate")} == {name}
+    assert {each["metadata"]["namespace"] for each in objects} == {"llm"}
+
+
+def test_the_page_says_what_the_certificates_have() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `<fullname>-(\w+)-tls`.*?\| (.*?) \| `(kvcluster://[^`]+)` \|$", page, re.MULTILINE)
+    found = {role: (names, uri.replace("<fullname>", "cache-kvcluster")) for role, names, uri in rows}
+    for each in _release("tls").of("Certificate"):
+        role = each["metadata"]["name"].removeprefix("cache-kvcluster-")
+        if role in ("coordinator", "shard"):
+            names, uri = found[role]
+            assert each["spec"]["uris"] == [uri]
+            assert "`<fullname>-nodes.<namespace>.svc`" in names
+            assert "cache-kvcluster-nodes.llm.svc" in each["spec"]["dnsNames"]
+    assert found.keys() == {"coordinator", "shard"}
 
 
 # ------------------------------------------------------------------------------------------------ the images

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from kvcluster.config import TLS
+from kvcluster.transport.credentials import CA_FILE, CERT_FILE, ENCRYPTION, KEY_FILE
 from kvcluster.transport.process_location import SOCKET_DIR
 from tests.chart.api_server import ApiServer
-from tests.chart.helm import CHART, Helm
+from tests.chart.helm import CHART, Helm, HelmError
 from tests.chart.released import Object, PodTemplate, Release, ours
 from tests.chart.rendering import installed, values_of
 from tests.chart.schemas import check_schema
@@ -168,9 +170,32 @@ def check_connected(deployment: Object, release: Release) -> None:
     group = {"group": 10_002, **release.values.get("nodeLocal", {})}["group"]
     assert group in pod["securityContext"]["supplementalGroups"]
 
+    for name in (ENCRYPTION, CA_FILE):
+        assert env[name] == {"name": connection["metadata"]["name"], "key": name, "optional": True}
+    if release.config.security.encryption == TLS:
+        check_encrypted(pod, engine, release)
+
     token, secret = volume_at(pod, engine, "/etc/kvcluster-token")
     assert token["readOnly"] and secret["secret"]["defaultMode"] == 0o440
     assert template["metadata"]["labels"]["kvcluster-client"] == "true"
+
+
+def check_encrypted(pod: Object, engine: Object, release: Release) -> None:
+    """The engine's pod has the authority's certificate where the release says, and its own if it is asked for one."""
+    data, files = release.one("ConfigMap", "-connection")["data"], ["ca.crt"]
+    if release.config.security.client_certificates:
+        files += ["tls.crt", "tls.key"]
+        keys = {each["name"]: each["valueFrom"]["configMapKeyRef"] for each in engine["env"] if "valueFrom" in each}
+        assert keys[CERT_FILE]["key"] == CERT_FILE and keys[KEY_FILE]["key"] == KEY_FILE
+    paths = [data[name] for name in (CA_FILE, CERT_FILE, KEY_FILE) if name in data]
+    folder = paths[0].rpartition("/")[0]
+    assert paths == [f"{folder}/{file}" for file in files]
+    mount, volume = volume_at(pod, engine, folder)
+    (source,) = volume.values()
+    assert mount["readOnly"] and source["items"] == [{"key": file, "path": file} for file in files]
+    if "secret" in volume:
+        assert source["secretName"] in {each["spec"]["secretName"] for each in release.of("Certificate")}
+        assert source["defaultMode"] == (0o444 if files == ["ca.crt"] else 0o440)
 
 
 def engine_chart(folder: Path) -> Path:
@@ -214,15 +239,43 @@ def test_the_library_connects_to_a_release_without_shared_memory(tmp_path: Path)
     assert SOCKET_DIR not in str(deployment)
 
 
+@pytest.mark.parametrize(
+    ("tls", "shown"),
+    [
+        ({"secret": "cache-kvcluster-shard-tls"}, False),
+        ({"configMap": "kvcluster-ca"}, False),
+        ({"clientSecret": "cache-kvcluster-tenant-default-tls"}, True),
+    ],
+)
+def test_the_library_gives_an_engine_what_it_needs_for_tls(tls: dict[str, str], shown: bool, tmp_path: Path) -> None:
+    release = release_of(encrypted(shown=shown))
+    node = {"enabled": True, "group": 10_002, "hostPath": "/run/kvcluster/llm-cache-kvcluster"}
+    given = {"fullname": "cache-kvcluster", "tokenSecret": "cache-token", "tls": tls, "nodeLocal": node}
+    check_connected(engine_of(given, tmp_path), release)
+
+
+@pytest.mark.parametrize("tls", [{"secret": "a", "configMap": "b"}, {"secret": ""}])
+def test_the_library_refuses_two_authorities_and_none(tls: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(HelmError, match=r"kvcluster\.tls: give one of secret, configMap and clientSecret"):
+        engine_of({"fullname": "cache-kvcluster", "tokenSecret": "cache-token", "tls": tls}, tmp_path)
+
+
+def encrypted(*, shown: bool = False) -> dict[str, Any]:
+    """Values of a release in mode node-local that speaks TLS. `shown`: engines show certificates."""
+    made = {"issuerRef": {"name": "ca"}, "clients": ["tenant-default"]}
+    return {**WITH_HOST_PATH, "security": {"encryption": "tls", "clientCertificates": shown, "certManager": made}}
+
+
 def patch() -> Object:
     return yaml.safe_load((COMPONENT / "engine.yaml").read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
-def test_the_component_s_patch_says_what_the_release_has() -> None:
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_the_component_s_patch_says_what_the_release_has(encrypts: bool) -> None:
     deployment = deepcopy(patch())
     deployment["spec"]["selector"] = {"matchLabels": {"app": "engine"}}
     deployment["spec"]["template"]["metadata"]["labels"]["app"] = "engine"
-    check_connected(deployment, release_of(WITH_HOST_PATH))
+    check_connected(deployment, release_of(encrypted() if encrypts else WITH_HOST_PATH))
 
 
 @pytest.mark.parametrize("kubectl", [each for each in [shutil.which("kubectl")] if each])

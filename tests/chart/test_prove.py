@@ -140,6 +140,27 @@ def test_options_reach_the_release(tmp_path: Path) -> None:
     assert {each["spec"]["storageClassName"] for each in cluster.claims.values()} == {"fast"}
 
 
+@pytest.mark.parametrize("encryption", ["none", "tls"])
+def test_its_clients_connect_as_the_release_says(encryption: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"encryption": encryption}
+    if encryption == "tls":
+        given["certManager"] = {"issuerRef": {"name": "ours", "kind": "ClusterIssuer"}}
+    (tmp_path / "more.yaml").write_text(yaml.safe_dump({"security": given}), encoding="ascii")
+    run = Run(tmp_path, "--image", IMAGE, "--values", str(tmp_path / "more.yaml"), "--keep")
+    assert run.status == 0, run.said + run.complaints
+    release = Release({}, rendered({"security": given}, "cache", "kvcluster-prove"))
+    connection = release.one("ConfigMap", "-connection")
+    spec = run.cluster.pods["engine-a"]["spec"]
+    (client,) = spec["containers"]
+    assert client["envFrom"] == [{"configMapRef": {"name": connection["metadata"]["name"]}}]
+    (volume,) = [each["secret"] for each in spec["volumes"] if each["name"] == "tls"]
+    assert volume["optional"] is True and volume["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    (mount,) = [each["mountPath"] for each in client["volumeMounts"] if each["name"] == "tls"]
+    if encryption == "tls":
+        assert connection["data"]["KVCLUSTER_CA_FILE"] == f"{mount}/ca.crt"
+        assert volume["secretName"] in [each["spec"]["secretName"] for each in release.of("Certificate")]
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -11,6 +11,11 @@ from tests.chart.rendering import RenderError, render, values_of
 
 _JOIN = values_of("join")
 _NODE_LOCAL = {"mode": "node-local"}
+_ISSUER = {"issuerRef": {"name": "ca"}}
+
+
+def tls(**more: Any) -> dict[str, Any]:
+    return {"security": {"encryption": "tls", **more}}
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:
@@ -35,6 +40,8 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("redis.enable", True),
         ("networkPolicy.enabeld", True),
         ("monitoring.podmonitor", True),
+        ("security.encription", "tls"),
+        ("security.certManager.issuer", "ca"),
         # Wrong types, and values that are not among the choices.
         ("mode", "operator"),
         ("shards.replicas", "2"),
@@ -48,6 +55,14 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("shards.resources.limits.memory", "40 GB"),
         ("monitoring.dashboard", "on"),
         ("image.digest", "latest"),
+        ("security.encryption", "ssl"),
+        ("security.encryption", ""),
+        ("security.rayEncryption", "tls"),
+        ("security.certManager.duration", "90d"),
+        ("security.certManager.clients", ["shard"]),
+        ("security.certManager.clients", ["tenant/a"]),
+        ("config.client.encryption", "ssl"),
+        ("connection.tlsDir", "kvcluster-tls"),
         ("runAsUser", 0),
         ("join.address", "no-port"),
         ("nodeLocal.hostPath.path", "run/kvcluster"),
@@ -103,6 +118,31 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
             {"auth": {"severalTenants": True}, "config": {"server": {"transports": ["shm", "grpc"]}}},
             "transports names shm, and auth.severalTenants",
         ),
+        (
+            tls(),
+            "encryption tls needs certificates: security.certManager.issuerRef.name.* or both of security.existing",
+        ),
+        (tls(existingSecrets={"coordinator": "a"}), "encryption tls needs certificates"),
+        (tls(existingSecrets={"shard": "a"}), "encryption tls needs certificates"),
+        (
+            tls(existingSecrets={"coordinator": "a", "shard": "b"}, certManager=_ISSUER),
+            "issuerRef.name and security.existingSecrets exclude one another",
+        ),
+        (
+            tls(existingSecrets={"coordinator": "a", "shard": "b"}, certManager={"clients": ["operator"]}),
+            "certManager.clients needs security.certManager.issuerRef.name",
+        ),
+        (
+            tls(certManager={**_ISSUER, "duration": "24h"}),
+            "renewBefore is 720h, and a certificate is valid for 24h",
+        ),
+        ({"security": {"certManager": _ISSUER}}, "no meaning with security.encryption none: set it to tls"),
+        ({"security": {"existingSecrets": {"shard": "b"}}}, "no meaning with security.encryption none: set it to tls"),
+        ({"security": {"encryption": "network", "clientCertificates": True}}, "no meaning with .* network: set it"),
+        ({"config": {"security": {"encryption": "tls"}}}, "config.security.encryption .*: set security.encryption"),
+        ({"config": {"security": {"cert_file": "/c"}}}, "config.security.cert_file is derived by the chart"),
+        ({"config": {"security": {"client_certificates": True}}}, "set security.clientCertificates"),
+        ({"config": {"ray": {"encryption": "tls"}}}, "config.ray.encryption .*set security.rayEncryption"),
         ({"mode": "join"}, "mode join needs join.address"),
         ({**_JOIN, "join": {**_JOIN["join"], "headSelector": {}}}, "mode join needs join.headSelector"),
         ({**_JOIN, "join": {**_JOIN["join"], "tokenSecretName": ""}}, "join.tokenSecretName.*allowUnauthenticatedRay"),

@@ -18,6 +18,7 @@ from tests.chart.rendering import values_of
 _GROUPS = {"groups": {"big": {"shard": {"ram_bytes": "2GiB"}}, "small": {}}}
 _DISK = {"shards": {"shard": {"host_bytes": "1GiB", "disk_bytes": "10GiB"}}}
 _NO_REDIS = {"redis": {"enabled": False}}
+_TLS = {"security": {"encryption": "tls", "certManager": {"issuerRef": {"name": "ca"}}}}
 ALL = {"head", "big", "small"}
 ROOT = CHART.parents[1]
 Values = dict[str, Any]
@@ -71,11 +72,26 @@ def templates(server: ApiServer) -> dict[str, str]:
         ({"groups": {"big": {"podDisruptionBudget": {"enabled": False}}}}, set()),
         ({"connection": {"extraConfig": {"report": True}}}, set()),
         ({"head": {"podAnnotations": {"a": "b"}}}, {"head"}),
+        ({"security": {"encryption": "network"}}, {"head", "big", "small"}),
+        (_TLS, {"head", "big", "small"}),
     ],
     ids=lambda each: json.dumps(each) if isinstance(each, dict) else "",
 )
 def test_an_upgrade_replaces_only_what_must_start_again(change: Values, pods: set[str]) -> None:
     assert replaced(_GROUPS, merged(_GROUPS, change)) == pods
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"certManager": {"issuerRef": {"kind": "ClusterIssuer"}, "duration": "1000h", "renewBefore": "500h"}},
+        {"certManager": {"clients": ["operator"], "dnsNames": ["kv.example"]}},
+    ],
+)
+def test_what_cert_manager_does_restarts_nothing(change: Values) -> None:
+    """Certificates are read again when they change."""
+    before = merged(_GROUPS, _TLS)
+    assert replaced(before, merged(before, {"security": change})) == set()
 
 
 @pytest.mark.parametrize(

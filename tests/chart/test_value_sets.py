@@ -15,16 +15,21 @@ import yaml
 from kvcluster.runtime.private_files import derived_password
 from tests.chart.api_server import ApiServer
 from tests.chart.checks import (
+    certificates_have_the_names_and_roles_that_the_program_asks_for,
+    commands_in_containers_connect_as_the_cluster_does,
+    files_of_the_configuration_are_mounted,
     memory_is_what_the_program_asks_for,
     mounts_exist,
     pods_have_time_to_stop,
     probes_ask_what_is_served,
     selectors_match_pods,
+    the_connection_is_what_the_connector_reads,
 )
 from tests.chart.helm import CHART, Helm
 from tests.chart.released import Object, Release, ours
 from tests.chart.rendering import RenderError, installed, render, values_of
 from tests.chart.schemas import check_schema
+from tests.chart.test_upgrades import merged
 
 Values = dict[str, Any]
 
@@ -41,6 +46,11 @@ EXTRA = {
     "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
     "extraContainers": [CONTAINER],
     "extraInitContainers": [{**CONTAINER, "name": "first"}],
+}
+
+CERT_MANAGER: Values = {"security": {"encryption": "tls", "certManager": {"issuerRef": {"name": "ca"}}}}
+SECRETS: Values = {
+    "security": {"encryption": "tls", "existingSecrets": {"coordinator": "kv-head", "shard": "kv-shards"}}
 }
 
 SETS: dict[str, Values] = {
@@ -138,6 +148,40 @@ SETS: dict[str, Values] = {
     "a Redis that is there, with a Secret of its own": {"redis": {"address": "redis.example:6379", "secretName": "r"}},
     "a password of our own": {"redis": {"secretName": "cache-redis", "secretKey": "password"}},
     "two groups, several shards in a pod": {"groups": {"a": {"perPod": 2}, "b": {"replicas": 1}}},
+    "encrypted by cert-manager": CERT_MANAGER,
+    "encrypted by cert-manager, by an issuer of all namespaces": {
+        "security": {
+            "encryption": "tls",
+            "certManager": {
+                "issuerRef": {"name": "ca", "kind": "ClusterIssuer"},
+                "duration": "24h",
+                "renewBefore": "8h",
+                "dnsNames": ["kv.example"],
+            },
+        }
+    },
+    "encrypted by another issuer": {
+        "security": {
+            "encryption": "tls",
+            "certManager": {
+                "issuerRef": {"name": "pca", "kind": "AWSPCAClusterIssuer", "group": "awspca.cert-manager.io"}
+            },
+        }
+    },
+    "encrypted, and engines show certificates": merged(
+        CERT_MANAGER,
+        {"security": {"clientCertificates": True, "certManager": {"clients": ["tenant-a", "operator", "events"]}}},
+    ),
+    "encrypted by Secrets": SECRETS,
+    "encrypted by one Secret": {
+        "security": {"encryption": "tls", "existingSecrets": {"coordinator": "a", "shard": "a"}}
+    },
+    "encrypted, with a sidecar": {"mode": "sidecar", **CERT_MANAGER},
+    "encrypted, a shard on each node": {"mode": "node-local", **CERT_MANAGER},
+    "encrypted, in a RayCluster": {**values_of("join"), **CERT_MANAGER},
+    "encrypted, on OpenShift": {**OPENSHIFT, **CERT_MANAGER},
+    "encrypted by the network": {"security": {"encryption": "network"}},
+    "not encrypted": {"security": {"encryption": "none"}},
     "metrics elsewhere": {"config": {"metrics": {"port": 19_400}}, "monitoring": {"enabled": True}},
 }
 
@@ -179,6 +223,10 @@ def test_these_values_render_what_kubernetes_takes(name: str) -> None:
     release = rendered(SETS[name])
     for check in (mounts_exist, probes_ask_what_is_served, selectors_match_pods, pods_have_time_to_stop):
         check(release)
+    for check in (files_of_the_configuration_are_mounted, the_connection_is_what_the_connector_reads):
+        check(release)
+    certificates_have_the_names_and_roles_that_the_program_asks_for(release)
+    commands_in_containers_connect_as_the_cluster_does(release)
     if release.mode != "join":
         memory_is_what_the_program_asks_for(release)
 
@@ -302,8 +350,99 @@ def test_notes_say_what_an_upgrade_loses_without_redis() -> None:
     assert says({"enabled": False}) and not says({}) and not says({"address": "r:6379"})
 
 
+# ------------------------------------------------------------------------------------------- encryption
+
+
+def notes_of(values: Values) -> str:
+    notes: str = installed(values)["info"]["notes"]
+    return notes
+
+
+@pytest.mark.parametrize("name", [name for name in SETS if name.startswith("encrypted") or name == "not encrypted"])
+def test_the_program_reads_what_the_chart_says_of_encryption(name: str) -> None:
+    values, config = SETS[name], rendered(SETS[name]).config
+    assert config.security.encryption == values["security"]["encryption"]
+    assert config.ray.encryption == ("none" if config.security.encryption == "tls" else "")
+    assert config.security.client_certificates is values["security"].get("clientCertificates", False)
+
+
+def test_by_default_nothing_is_encrypted_and_notes_say_so() -> None:
+    assert rendered({}).config.security.encryption == "none"
+    notes = notes_of({})
+    assert "security.encryption is none: nothing between pods is encrypted" in notes
+    assert "The policies of this release let no others in" in notes
+    assert "keeps nobody from them" in notes_of({"networkPolicy": {"enabled": False}})
+    assert "does not check that the network between pods does" in notes_of(SETS["encrypted by the network"])
+
+
+def test_notes_say_what_stays_open_with_tls() -> None:
+    notes = notes_of(CERT_MANAGER)
+    assert "rayEncryption is none" in notes and "6379, 6380-6387, 10002-10129" in notes
+    assert "runs code as the cluster" in notes and "connection to its Redis is not encrypted" in notes
+    assert "security.encryption is none" not in notes
+    assert "its Redis" not in notes_of(merged(CERT_MANAGER, {"redis": {"enabled": False}}))
+    trusting = notes_of(merged(CERT_MANAGER, {"security": {"rayEncryption": "network"}}))
+    assert "rayEncryption is network" in trusting and "runs code as the cluster" not in trusting
+    assert rendered(merged(CERT_MANAGER, {"security": {"rayEncryption": "network"}})).config.ray.encryption == "network"
+
+
+def test_notes_name_the_secrets_that_pods_wait_for_and_a_command_that_connects() -> None:
+    for values, secrets in ((CERT_MANAGER, "cache-kvcluster-coordinator-tls and cache-kvcluster-shard-tls"),
+                            (SECRETS, "kv-head and kv-shards")):  # fmt: skip
+        notes = notes_of(values)
+        assert f"They wait for the Secrets {secrets}, too" in notes
+        assert ("get certificate" in notes) is (values is CERT_MANAGER)
+        assert "KVCLUSTER_SERVER_NAME=cache-kvcluster-head.llm.svc.cluster.local KVCLUSTER_TOKEN=TOKEN" in notes
+    assert "KVCLUSTER_SERVER_NAME" not in notes_of({})
+
+
+def test_a_head_has_no_certificate_of_a_shard_and_an_engine_no_key() -> None:
+    """Nor has a shard the head's: whoever takes a shard over acts as a shard alone."""
+    for name, mode in (("encrypted by cert-manager", "cluster"), ("encrypted, a shard on each node", "node-local")):
+        release = rendered(SETS[name])
+        for pod in release.pods:
+            secrets = {each["secret"]["secretName"] for each in pod.spec["volumes"] if "secret" in each}
+            own = {"head": "coordinator", "shard": "shard"}.get(pod.owner.rpartition("-")[2])
+            certificates = {each for each in secrets if each.endswith("-tls")}
+            assert certificates == ({f"cache-kvcluster-{own}-tls"} if own else set()), (mode, pod.owner)
+    data = rendered(CERT_MANAGER).one("ConfigMap", "-connection")["data"]
+    assert "KVCLUSTER_KEY_FILE" not in data and data["KVCLUSTER_CA_FILE"] == "/etc/kvcluster-tls/ca.crt"
+
+
+def test_a_sidecar_has_the_certificate_of_shards_under_a_name_of_its_own() -> None:
+    (engine,) = rendered(SETS["encrypted, with a sidecar"]).patched_engines()
+    (volume,) = [each for each in engine.spec["volumes"] if each["name"] == "kvcluster-tls"]
+    assert volume["secret"]["secretName"] == "cache-kvcluster-shard-tls"
+
+
+def test_the_nodes_of_a_raycluster_get_the_certificate_of_their_role() -> None:
+    data = rendered(SETS["encrypted, in a RayCluster"]).one("ConfigMap", "-raycluster")["data"]
+    for key, role in (("head-pod-template.yaml", "coordinator"), ("pod-template.yaml", "shard")):
+        spec = yaml.safe_load(data[key])["spec"]
+        (volume,) = [each["secret"] for each in spec["volumes"] if each["name"] == "kvcluster-tls"]
+        assert volume["secretName"] == f"cache-kvcluster-{role}-tls" and volume["defaultMode"] == 0o440
+        mounts = {each["name"]: each["mountPath"] for each in spec["containers"][0]["volumeMounts"]}
+        assert mounts == {"kvcluster-auth": "/etc/kvcluster/auth", "kvcluster-tls": "/etc/kvcluster/tls"}
+    plain = rendered(values_of("join")).one("ConfigMap", "-raycluster")["data"]
+    assert plain.keys() == {"pod-template.yaml", "ray-start-params.yaml"}
+    assert "kvcluster-tls" not in plain["pod-template.yaml"]
+
+
+def test_how_monitors_verify_can_be_replaced() -> None:
+    given = {"ca": {"configMap": {"name": "ours", "key": "ca"}}, "serverName": "kv.example"}
+    values = merged(SECRETS, {"monitoring": {"podMonitor": True, "tlsConfig": given}})
+    (endpoint,) = of(rendered(values), "PodMonitor", "")["spec"]["podMetricsEndpoints"]
+    assert endpoint["tlsConfig"] == given
+
+
 def test_two_releases_share_no_name_and_no_selector() -> None:
-    first, second = (render({"monitoring": {"enabled": True}}, release=name) for name in ("one", "two"))
+    values = merged(CERT_MANAGER, {"monitoring": {"enabled": True}})
+    first, second = (render(values, release=name) for name in ("one", "two"))
+    for kind in ("secretName", "dnsNames", "uris"):
+        used = [
+            [each["spec"][kind] for each in objects if each["kind"] == "Certificate"] for objects in (first, second)
+        ]
+        assert len(used[0]) == 2 and not [each for each in used[0] if each in used[1]], kind
     names = [{(each["kind"], each["metadata"]["name"]) for each in objects} for objects in (first, second)]
     assert not names[0] & names[1]
     pods = [Release({}, objects).pods for objects in (first, second)]

@@ -36,6 +36,7 @@ ABSENT |= {
     "kvcluster_token_file_stale",
     "kvcluster_quota_file_stale",
     "kvcluster_tenant_bytes",
+    "kvcluster_certificate_stale",
     "kvcluster_uptime_seconds",
     "kvcluster_worker_paths",
 }

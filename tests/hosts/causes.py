@@ -219,6 +219,24 @@ def the_quota_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
     path.write_text(kept, encoding="utf-8")
 
 
+@cause(falls=("certificate_expires_seconds",), fires="CertificateEnds")
+def a_certificate_is_replaced_by_one_that_ends_soon(world: MeteredCluster) -> Iterator[None]:
+    world.cluster.renew(days=5)
+    yield
+    world.cluster.renew(days=90)
+
+
+@cause("certificate_stale", fires="CertificateStale")
+def a_certificate_is_copied_without_its_key(world: MeteredCluster) -> Iterator[None]:
+    key = world.cluster.folder / "tls.key"
+    kept = key.read_bytes()
+    world.cluster.renew(days=90)
+    made = key.read_bytes()
+    key.write_bytes(kept)
+    yield
+    key.write_bytes(made)
+
+
 @cause("calls_under_way")
 def a_worker_opens_a_stream_and_says_nothing(world: MeteredCluster) -> Iterator[None]:
     world.worker("silent_stream", world.address_of("one"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.runtime.auth import new_token
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.credentials import Credentials, client_credentials
+from kvcluster.transport.credentials import CA_FILE, Credentials, client_credentials
 from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import Connection, identity
 from kvcluster.wire import socket_frames
@@ -162,7 +163,9 @@ class HeldWorker:
 
     def old_release(self, shard: str) -> str:
         """Calls both as a release does that is too old: over gRPC without a version, over TCP with one too low."""
-        with grpc.insecure_channel(self._address) as channel, suppress(grpc.RpcError):
+        certificates = _shows(self._address, "").certificates
+        assert certificates is not None, "several hosts speak TLS"
+        with grpc.secure_channel(self._address, certificates.channel()) as channel, suppress(grpc.RpcError):
             call = channel.unary_unary(COORDINATOR["Attach"].path, identity, identity)
             call(b"", metadata=(("authorization", f"Bearer {self._token}"),), timeout=10)
         return self._says(shard, OLDEST_VERSION - 1, self._token)
@@ -180,19 +183,24 @@ class HeldWorker:
         self._held.callback(said.set)
 
     def _says(self, shard: str, version: int, token: str) -> str:
-        """Says hello to a shard's TCP port, and returns what the refusal says."""
+        """Says hello to a shard's TCP port, within TLS, and returns what the refusal says."""
         with closing(Connection(shard, _shows(shard, self._token))) as connection:
             offers = connection.ask(SHARD["GetOffers"], GetOffers(), self._soon())
         assert isinstance(offers, Offers)
         (address,) = [offer.address for offer in offers.offers if offer.transport == "tcp"]
         host, _, port = address.rpartition(":")
-        with socket.create_connection((host, int(port)), 10) as peer:
+        authorities = ssl.create_default_context(cafile=os.environ[CA_FILE])
+        with (
+            socket.create_connection((host, int(port)), 10) as plain,
+            authorities.wrap_socket(plain, server_hostname=host) as peer,
+            peer.makefile("rb") as answer,
+        ):
             body = token.encode()
             peer.sendall(HEADER.pack(socket_frames.MAGIC, version, FrameKind.HELLO, len(body)) + body)
-            header = peer.recv(HEADER.size, socket.MSG_WAITALL)
+            header = answer.read(HEADER.size)
             kind, nbytes = socket_frames.decode_header(header, socket_frames.version_of(header))
             assert kind is FrameKind.FAILED, kind
-            return str(socket_frames.decode_failure(peer.recv(nbytes, socket.MSG_WAITALL)))
+            return str(socket_frames.decode_failure(answer.read(nbytes)))
 
     def _soon(self) -> Deadline:
         return Deadline.after_ms(10_000)

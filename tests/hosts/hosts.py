@@ -91,6 +91,10 @@ class Cluster:
         self.kvcluster("head", *printed("kvcluster certs init /root/kvcluster-ca")[1:])
         self.kvcluster("head", *command)
 
+    def renew(self, days: int) -> None:
+        """Replaces the certificate of all hosts by one that is valid for so many days."""
+        self.kvcluster("head", "certs", "renew", "/etc/kvcluster", "--ca", "/root/kvcluster-ca", "--days", str(days))
+
     def configure(self, more: str, changes: Mapping[str, str] | None = None) -> Path:
         """Writes the settings that every host reads."""
         text = printed_settings()

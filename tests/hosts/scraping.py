@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -133,6 +134,7 @@ def scraping(program: str, cluster: Cluster, host: str, nodes: tuple[str, ...]) 
             text = text.replace(old, new)
         (folder / Path(path).name).write_text(text.replace("/etc/prometheus", str(folder)), encoding="utf-8")
     (folder / RULES.name).write_text(quick_rules(), encoding="utf-8")
+    shutil.copy(cluster.folder / "ca.crt", folder / "kvcluster-ca.crt")
     command = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{_PORT}", "--log.level=warn"]
     with (

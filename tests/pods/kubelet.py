@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcluster.transport.credentials import CA_FILE, ENCRYPTION
 from tests.hosts.hosts import ROOT
 from tests.hosts.netns import Network
 from tests.pods.container import Container, Image
@@ -137,9 +138,11 @@ class Kubelet:
         return self._hosts[pod]
 
     def command(self, client: str, argv: Sequence[str]) -> list[str]:
-        """A command line that runs `argv` where that client is, with the cluster's names resolved."""
+        """A command line that runs `argv` where that client is, with the cluster's names resolved, and with what an
+        engine's pod has of the release's ConfigMap in its environment: how to connect, and by which authority."""
         bind = 'mount --bind "$0" /etc/hosts && mount --bind /dev/null /etc/resolv.conf && exec "$@"'
-        return self.network.command(client, ["unshare", "--mount", "sh", "-c", bind, str(self._names()), *argv])
+        bound = ["unshare", "--mount", "sh", "-c", bind, str(self._names())]
+        return self.network.command(client, [*bound, "env", *self._connection(), *argv])
 
     def kvcluster(self, client: str, token: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs a command of kvcluster where that client is, with its token."""
@@ -170,6 +173,15 @@ class Kubelet:
         for pod in self._pods():
             for mount in pod.mounts:
                 self._fill(pod, mount)
+
+    def _connection(self) -> list[str]:
+        (data,) = [each["data"] for each in of_kind(self._objects, "ConfigMap") if ENCRYPTION in each["data"]]
+        found = {ENCRYPTION: data[ENCRYPTION]}
+        if CA_FILE in data:
+            found[CA_FILE] = str(self._folder / "ca.crt")
+            authorities = {files["ca.crt"] for files in self._secrets.values() if "ca.crt" in files}
+            (self._folder / "ca.crt").write_bytes(b"".join(sorted(authorities)))
+        return [f"{name}={value}" for name, value in found.items()]
 
     def _start(self, pod: Pod) -> None:
         folder = self._folder / pod.name
@@ -307,8 +319,9 @@ class Kubelet:
 
     def _probe(self, name: str, probe: Probe) -> bool:
         if probe.path:
-            url = f"http://{self.address(name)}:{probe.port}{probe.path}"
-            ask = f"import urllib.request as u; u.urlopen({url!r}, timeout={probe.timeout_s}).read()"
+            url = f"{probe.scheme}://{self.address(name)}:{probe.port}{probe.path}"
+            trusting = "context=ssl._create_unverified_context()"  # as a kubelet does
+            ask = f"import ssl, urllib.request as u; u.urlopen({url!r}, timeout={probe.timeout_s}, {trusting}).read()"
         else:
             ask = f"import socket; socket.create_connection({(self.address(name), probe.port)}, {probe.timeout_s})"
         command = self.network.command(NODE, [sys.executable, "-I", "-S", "-c", ask])

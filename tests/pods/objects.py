@@ -40,13 +40,15 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What is asked how often, and how many failures in a row count. `path`: of an HTTP probe, "" for one of TCP."""
+    """What is asked how often, and how many failures in a row count. `path`: of an HTTP probe, "" for one of TCP.
+    `scheme`: http or https."""
 
     port: int
     path: str
     period_s: float
     timeout_s: float
     failures: int
+    scheme: str = "http"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ def _probe(probe: Mapping[str, Any], ports: Mapping[str, int]) -> Probe:
         probe.get("periodSeconds", 10),
         probe.get("timeoutSeconds", 1),
         probe.get("failureThreshold", 3),
+        get.get("scheme", "HTTP").lower(),
     )
 
 

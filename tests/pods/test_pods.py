@@ -62,7 +62,7 @@ class Release:
 
     def worker(self, client: str, *arguments: object) -> subprocess.Popen[str]:
         """Runs tests/hosts/worker.py where that client is."""
-        environment = os.environ | {"KVCLUSTER_TOKEN": self.token, "KVCLUSTER_ENCRYPTION": "none"}
+        environment = os.environ | {"KVCLUSTER_TOKEN": self.token}
         return start_worker(partial(self.kubelet.command, client), ADDRESS, environment, *arguments)
 
     def work(self, client: str, *arguments: object) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from kvcluster.runtime.metric_samples import (
 )
 from kvcluster.runtime.metrics import BUCKETS, COORDINATOR_METRICS, METRICS, PROCESS_METRICS, SHARD_METRICS, MetricKind
 from kvcluster.runtime.metrics_server import ProcessSamples
+from kvcluster.transport.certificates import Certificates
 from kvcluster.wire.methods import COORDINATOR
+from tests.authority import Authority
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.lone_shard import LoneShard
 from tests.core.samples import SPEC, attempt, gone, pages
@@ -29,6 +31,9 @@ OF_TENANTS = (
     "kvcluster_tenant_bytes",
 )
 """Shown only to who asks for them, metrics.tenants."""
+
+OF_CERTIFICATES = {"kvcluster_certificate_expires_seconds", "kvcluster_certificate_stale"}
+"""Shown by processes that speak TLS."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -43,7 +48,7 @@ def of_coordinator(coordinator: LoneCoordinator) -> dict[tuple[str, ...], float]
     }
 
 
-def test_every_series_exists_from_the_start() -> None:
+def test_every_series_exists_from_the_start(tmp_path: Path) -> None:
     found = {name for name, *_ in of_coordinator(LoneCoordinator(expected=1))}
     assert found == {name for name in COORDINATOR_METRICS if name not in OF_TENANTS}
     core = LoneShard().core
@@ -51,7 +56,10 @@ def test_every_series_exists_from_the_start() -> None:
     assert {sample.name for sample in of_shard} == set(SHARD_METRICS)
     assert not [sample for sample in of_shard if isinstance(sample, Sample) and "memory" in sample.labels]
     calls = CallMetrics(COORDINATOR).samples()
-    assert {sample.name for sample in [*calls, *ProcessSamples()()]} == set(PROCESS_METRICS)
+    process = ProcessSamples(Certificates(Authority(tmp_path).issue("me", "shard").files))()
+    assert {sample.name for sample in [*calls, *process]} == set(PROCESS_METRICS)
+    without_tls = {sample.name for sample in ProcessSamples()()}
+    assert {sample.name for sample in process} - without_tls == OF_CERTIFICATES
     assert {sample.labels[0] for sample in calls if isinstance(sample, Histogram)} == set(COORDINATOR)
 
 

@@ -58,6 +58,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
+from kvcluster.transport.certificates import Certificates
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.in_process_transport import MemoryTransport
@@ -69,6 +70,7 @@ from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.transport.worker_exchange import RecordSink
 from kvcluster.transports import NAMES
 from kvcluster.wire.methods import COORDINATOR, SHARD
+from tests.authority import Authority
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, kv, prompt, room
 from tests.client.build import SPEC as SMALL
 from tests.client.test_disk import settings
@@ -487,6 +489,20 @@ def test_a_quota_file_that_cannot_be_used(tmp_path: Path) -> None:
     before = by_series(calls.samples())
     path.write_text("ram = 3\n", encoding="utf-8")
     return moved(before, by_series(calls.samples()))
+
+
+@causes("certificate_expires_seconds", "certificate_stale")
+def test_a_certificate_that_is_replaced_and_one_that_cannot_be_used(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    files = authority.issue("me", "shard", days=20).files
+    process = ProcessSamples(Certificates(files, clock=lambda: float("inf")))  # it looks each time
+    before = by_series(process())
+    authority.issue("me", "shard", days=5)
+    sooner = by_series(process())
+    assert sooner["kvcluster_certificate_expires_seconds",] < before["kvcluster_certificate_expires_seconds",]
+    assert sooner["kvcluster_certificate_stale",] == 0
+    Path(files.key).write_text("no key\n", encoding="utf-8")
+    return moved(before, by_series(process()))
 
 
 @causes("call_seconds", "refused_calls_total", "calls_under_way", "start_retries_total")

@@ -4,6 +4,11 @@ takes a dict, `.Values.kvcluster` of the engine's chart:
     fullname: cache-kvcluster   # of the release: the name before `-connection` of its ConfigMap
     tokenSecret: cache-token    # the Secret with the engine's token
     tokenKey: token
+    tls:                        # of a release with security.encryption tls: one of the three, for the file ca.crt
+      secret: cache-kvcluster-shard-tls # a Secret of this namespace, of which nothing else is mounted
+      configMap: kvcluster-ca   # or a ConfigMap, in another namespace
+      clientSecret: cache-kvcluster-tenant-default-tls # or a Secret with a certificate for the engine's tenant, all of
+                                # which is mounted: with security.clientCertificates. The pod needs an fsGroup
     nodeLocal:                  # of a release in mode node-local, as its own values have them
       enabled: true
       group: 10002
@@ -43,12 +48,17 @@ in the pod reads. */ -}}
 {{- define "kvcluster-engine.env" -}}
 {{- $names := list "KV_TRANSFER_CONFIG" "KVCLUSTER_ADDRESS" -}}
 {{- if dig "nodeLocal" "enabled" false . }}{{ $names = append $names "KVCLUSTER_SOCKET_DIR" }}{{ end -}}
-{{- range $name := $names }}
+{{- $mayLack := list "KVCLUSTER_ENCRYPTION" "KVCLUSTER_CA_FILE" -}}
+{{- if dig "tls" "clientSecret" "" . }}{{ $mayLack = concat $mayLack (list "KVCLUSTER_CERT_FILE" "KVCLUSTER_KEY_FILE") }}{{ end -}}
+{{- range $name := concat $names $mayLack }}
 - name: {{ $name }}
   valueFrom:
     configMapKeyRef:
       name: {{ required "kvcluster.fullname: give the name before -connection of the ConfigMap of the release" $.fullname }}-connection
       key: {{ $name }}
+      {{- if has $name $mayLack }}
+      optional: true
+      {{- end }}
 {{- end }}
 {{- end -}}
 
@@ -56,6 +66,11 @@ in the pod reads. */ -}}
 - name: kvcluster-token
   mountPath: /etc/kvcluster-token
   readOnly: true
+{{- if .tls }}
+- name: kvcluster-tls
+  mountPath: /etc/kvcluster-tls
+  readOnly: true
+{{- end }}
 {{- if dig "nodeLocal" "enabled" false . }}
 - name: kvcluster-sockets
   mountPath: /var/run/kvcluster
@@ -71,6 +86,25 @@ in the pod reads. */ -}}
     items:
       - key: {{ default "token" .tokenKey }}
         path: token
+{{- with .tls }}
+{{- $given := list }}
+{{- range $kind := list "secret" "configMap" "clientSecret" }}{{ if index $.tls $kind }}{{ $given = append $given $kind }}{{ end }}{{ end }}
+{{- if ne (len $given) 1 }}{{ fail "kvcluster.tls: give one of secret, configMap and clientSecret" }}{{ end }}
+- name: kvcluster-tls
+  {{- if .configMap }}
+  configMap:
+    name: {{ .configMap }}
+  {{- else }}
+  secret:
+    secretName: {{ default .clientSecret .secret }}
+    defaultMode: {{ ternary "0440" "0444" (not .secret) }}
+  {{- end }}
+    items:
+      {{- range $file := ternary (list "ca.crt" "tls.crt" "tls.key") (list "ca.crt") (ne (default "" .clientSecret) "") }}
+      - key: {{ $file }}
+        path: {{ $file }}
+      {{- end }}
+{{- end }}
 {{- if dig "nodeLocal" "enabled" false . }}
 - name: kvcluster-sockets
   {{- if .nodeLocal.csi }}

@@ -1,5 +1,6 @@
 {{- /* Fails for values that contradict one another. */ -}}
 {{- define "kvcluster.checks" -}}
+{{- include "kvcluster.securityChecks" . -}}
 {{- with .Values -}}
 {{- if gt (len (include "kvcluster.fullname" $)) 30 -}}
 {{- fail (printf "fullnameOverride has more than 30 characters: %s" .fullnameOverride) -}}

@@ -20,6 +20,14 @@
 {{- $server = merge $server (dict "transports" (list "tcp" "grpc")) -}}
 {{- end -}}
 {{- $_ := set $config "server" $server -}}
+{{- $security := dict "encryption" .Values.security.encryption -}}
+{{- if include "kvcluster.tls" . -}}
+{{- $dir := include "kvcluster.tlsDir" . -}}
+{{- $security = merge $security (dict "ca_file" (printf "%s/ca.crt" $dir) "cert_file" (printf "%s/tls.crt" $dir) "key_file" (printf "%s/tls.key" $dir)) -}}
+{{- if .Values.security.clientCertificates }}{{ $_ := set $security "client_certificates" true }}{{ end -}}
+{{- $_ := set $config "ray" (mergeOverwrite (default dict $config.ray) (dict "encryption" .Values.security.rayEncryption)) -}}
+{{- end -}}
+{{- $_ := set $config "security" $security -}}
 {{- $_ := set $config "metrics" (mergeOverwrite (default dict $config.metrics) (dict "host" "0.0.0.0")) -}}
 {{- if and .Values.head.state.enabled (ne .Values.mode "join") -}}
 {{- $_ := set $config "coordinator" (mergeOverwrite (default dict $config.coordinator) (dict "state_dir" "/var/lib/kvcluster/state")) -}}
@@ -59,6 +67,12 @@ server.secret_file: "set auth.secretName"
 server.token_file: "set auth.secretName"
 server.insecure: "tokens are asked for"
 server.socket_dir: "set mode node-local"
+security.encryption: "set security.encryption"
+security.ca_file: "set security.certManager or security.existingSecrets"
+security.cert_file: "set security.certManager or security.existingSecrets"
+security.key_file: "set security.certManager or security.existingSecrets"
+security.client_certificates: "set security.clientCertificates"
+ray.encryption: "set security.rayEncryption"
 metrics.host: "pods listen on all of their addresses"
 {{- if ne .Values.mode "join" }}
 coordinator.state_dir: "set head.state.enabled"

@@ -82,6 +82,21 @@ schedulerName: {{ . }}
       fieldPath: status.podIP
 - name: HOME
   value: /tmp
+# For commands in the container, such as `kubectl exec POD -- kvcluster status`.
+- name: KVCLUSTER_ENCRYPTION
+  value: {{ .Values.security.encryption }}
+{{- if include "kvcluster.tls" . }}
+- name: KVCLUSTER_CA_FILE
+  value: {{ include "kvcluster.tlsDir" . }}/ca.crt
+- name: KVCLUSTER_SERVER_NAME
+  value: {{ include "kvcluster.headHost" . }}
+{{- if .Values.security.clientCertificates }}
+- name: KVCLUSTER_CERT_FILE
+  value: {{ include "kvcluster.tlsDir" . }}/tls.crt
+- name: KVCLUSTER_KEY_FILE
+  value: {{ include "kvcluster.tlsDir" . }}/tls.key
+{{- end }}
+{{- end }}
 {{- end -}}
 
 {{- /* Mounts that every container of ours has. Of root. */ -}}
@@ -92,16 +107,25 @@ schedulerName: {{ . }}
 - name: auth
   mountPath: /etc/kvcluster/auth
   readOnly: true
+{{- if include "kvcluster.tls" . }}
+{{ include "kvcluster.tlsMount" . }}
+{{- end }}
 - name: tmp
   mountPath: /tmp
 - name: shm
   mountPath: /dev/shm
 {{- end -}}
 
+{{- /* Volumes of these mounts. Of (root, role): of the certificate. */ -}}
 {{- define "kvcluster.volumes" -}}
+{{- $role := .role -}}
+{{- with .root -}}
 - name: config
   configMap:
     name: {{ include "kvcluster.fullname" . }}-config
+{{- if include "kvcluster.tls" . }}
+{{ include "kvcluster.tlsVolume" (dict "root" . "role" $role) }}
+{{- end }}
 - name: auth
   secret:
     secretName: {{ include "kvcluster.authSecret" . }}
@@ -119,12 +143,17 @@ schedulerName: {{ . }}
     medium: Memory
     sizeLimit: 256Mi
 {{- end -}}
+{{- end -}}
 
-{{- /* An HTTP probe. Of (path, port, period, failures). */ -}}
+{{- /* An HTTP probe, with tls an HTTPS one, of which the kubelet verifies no certificate. Of (root, path, port, period,
+failures). */ -}}
 {{- define "kvcluster.probe" -}}
 httpGet:
   path: {{ .path }}
   port: {{ .port }}
+  {{- if include "kvcluster.tls" .root }}
+  scheme: HTTPS
+  {{- end }}
 periodSeconds: {{ .period }}
 timeoutSeconds: 5
 failureThreshold: {{ .failures }}
@@ -150,12 +179,12 @@ failureThreshold: {{ .failures }}
 {{- /* Settings that the processes of the head run, and those of a group's shards, for annotations that restart pods. */ -}}
 {{- define "kvcluster.headSettings" -}}
 {{- $config := fromJson (include "kvcluster.config" .) -}}
-{{- pick $config "name" "membership_ttl_ms" "stall_ms" "volume_wait_ms" "coordinator" "server" "metrics" "log" "events" "ray" | toJson | sha256sum -}}
+{{- pick $config "name" "membership_ttl_ms" "stall_ms" "volume_wait_ms" "coordinator" "server" "security" "metrics" "log" "events" "ray" | toJson | sha256sum -}}
 {{- end -}}
 
 {{- define "kvcluster.groupSettings" -}}
 {{- $config := fromJson (include "kvcluster.config" .root) -}}
-{{- $all := pick $config "name" "membership_ttl_ms" "stall_ms" "server" "metrics" "log" "ray" -}}
+{{- $all := pick $config "name" "membership_ttl_ms" "stall_ms" "server" "security" "metrics" "log" "ray" -}}
 {{- $group := get $config.groups .name -}}
 {{- $own := mergeOverwrite (deepCopy (default dict $config.shard)) $group.shard -}}
 {{- dict "all" $all "own" $own "resources" $group.resources | toJson | sha256sum -}}

@@ -33,12 +33,12 @@ ports:
   {{- end }}
 {{- if not .sidecar }}
 startupProbe:
-  {{- include "kvcluster.probe" (dict "path" "/healthz" "port" "kv-metrics" "period" 5 "failures" 132) | nindent 2 }}
+  {{- include "kvcluster.probe" (dict "root" .root "path" "/healthz" "port" "kv-metrics" "period" 5 "failures" 132) | nindent 2 }}
 readinessProbe:
-  {{- include "kvcluster.probe" (dict "path" "/readyz" "port" "kv-metrics" "period" 5 "failures" 2) | nindent 2 }}
+  {{- include "kvcluster.probe" (dict "root" .root "path" "/readyz" "port" "kv-metrics" "period" 5 "failures" 2) | nindent 2 }}
 {{- end }}
 livenessProbe:
-  {{- include "kvcluster.probe" (dict "path" "/healthz" "port" "kv-metrics" "period" 10 "failures" 60) | nindent 2 }}
+  {{- include "kvcluster.probe" (dict "root" .root "path" "/healthz" "port" "kv-metrics" "period" 10 "failures" 60) | nindent 2 }}
 resources:
   {{- $limits := mergeOverwrite (deepCopy $group.resources.limits) (dict "memory" $group.limit) }}
   {{- $requests := mergeOverwrite (deepCopy $group.resources.requests) (dict "memory" (default $group.limit $group.resources.requests.memory)) }}
