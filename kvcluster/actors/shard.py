@@ -89,19 +89,15 @@ class ShardActor:
         auth = _authenticator(config, secret, self._credentials, restarted=patient)
         self._metrics: MetricsServer | None = None
         self._location = locate_server(config.server.socket_dir)
-        self._probe = PeerProbe(
-            *(lambda: self._facts(config), lambda: self._coordinator.clock),
-            self._credentials.to_shard,
-            self._location,
-        )
+        facts, clock = (lambda: self._facts(config)), (lambda: self._coordinator.clock)
+        self._probe = PeerProbe(facts, clock, self._credentials.to_shard, self._location)
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         rates = wait(lambda: rates_of(config.server, calls, restarted=patient))
         self._server = wait(lambda: _served(config, handlers, auth, calls, certificates, rates))
-        name, at = own_name(certificates, self._server.host), self._server.address
+        at, name = self._server.address, own_name(certificates, self._server.host)
         self._host = ShardHost(
-            ShardAddress(ShardId(shard), epoch, at, self._location.host, name),
-            config,
+            *(ShardAddress(ShardId(shard), epoch, at, self._location.host, name), config),
             process=ProcessInfo(socket.gethostname(), __version__, config_hash(published)),
             tell=self._coordinator.report,
             open_source=self._open_source,
