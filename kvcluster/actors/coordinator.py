@@ -38,7 +38,7 @@ from kvcluster.runtime.shard_credentials import CredentialIssuer
 from kvcluster.runtime.tenant_rates import RateLimiter
 from kvcluster.transport.addresses import host_and_port
 from kvcluster.transport.certificates import COORDINATOR as ROLE
-from kvcluster.transport.certificates import own_certificates
+from kvcluster.transport.certificates import own_certificates, own_name
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.wire.methods import COORDINATOR
 
@@ -88,13 +88,7 @@ class CoordinatorActor:
         )
         self._reports = wait(
             lambda: GrpcServer(
-                for_shards,
-                auth,
-                host,
-                server.report_port,
-                server.threads,
-                limits.MESSAGE_BYTES,
-                calls,
+                *(for_shards, auth, host, server.report_port, server.threads, limits.MESSAGE_BYTES, calls),
                 setting="server.report_port",
                 certificates=certificates,
                 client_certificates=True,
@@ -107,9 +101,8 @@ class CoordinatorActor:
         self._server.start()
         ports = range(metrics.port, metrics.port + 1)
         reports_at = announced_host(self._reports.host)
-        own = certificates.now().own if certificates is not None else None
-        server_name = own.name_for(reports_at) if own is not None else ""
-        announce_reports(cluster, host_and_port(reports_at, self._reports.port), server_name)
+        at = host_and_port(reports_at, self._reports.port)
+        announce_reports(cluster, at, own_name(certificates, reports_at))
         self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls, certificates))
         self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
 

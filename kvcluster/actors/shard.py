@@ -20,7 +20,7 @@ from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import Config
 from kvcluster.config.ports import port_text, shard_metrics_ports, shard_ports
 from kvcluster.config_hash import config_hash
-from kvcluster.core.ids import ShardId
+from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
     Leave,
     ListeningPort,
@@ -48,7 +48,7 @@ from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Transport, Unavailable
 from kvcluster.transport.certificates import SHARD as ROLE
-from kvcluster.transport.certificates import Certificates, own_certificates
+from kvcluster.transport.certificates import Certificates, own_certificates, own_name
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.listener import ListenTls, first_free
@@ -82,33 +82,22 @@ class ShardActor:
         self._takes = config.server.transports
         self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
-        certificates = wait(lambda: own_certificates(config, ROLE))
+        self._certificates = certificates = wait(lambda: own_certificates(config, ROLE))
         epoch = next_epoch(cluster, shard)
-        proves = Credentials(None if certificates else secret, certificates)
-        self._certificates, self._credentials = certificates, ShardCredentials(epoch, proves)
+        self._credentials = credentials_of(epoch, secret, certificates)
         self._coordinator = CoordinatorLink(cluster, self._credentials, self._look_at_certificate)
-        auth = authenticator(config, secret, epoch_of=self._credentials.epoch_of, restarted=patient)
+        auth = _authenticator(config, secret, self._credentials, restarted=patient)
         self._metrics: MetricsServer | None = None
         self._location = locate_server(config.server.socket_dir)
-        self._probe = PeerProbe(
-            *(lambda: self._facts(config), lambda: self._coordinator.clock),
-            self._credentials.to_shard,
-            self._location,
-        )
+        facts, clock = (lambda: self._facts(config)), (lambda: self._coordinator.clock)
+        self._probe = PeerProbe(facts, clock, self._credentials.to_shard, self._location)
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         rates = wait(lambda: rates_of(config.server, calls, restarted=patient))
         self._server = wait(lambda: _served(config, handlers, auth, calls, certificates, rates))
-        own = tls = None
-        if certificates is not None:
-            own = certificates.now().own
-            tls = ListenTls(certificates, config.security.client_certificates, auth.tenant_by_certificate)
+        at, name = self._server.address, own_name(certificates, self._server.host)
         self._host = ShardHost(
-            ShardAddress(
-                *(ShardId(shard), epoch, self._server.address, self._location.host),
-                server_name=own.name_for(self._server.host) if own is not None else "",
-            ),
-            config,
+            *(ShardAddress(ShardId(shard), epoch, at, self._location.host, name), config),
             process=ProcessInfo(socket.gethostname(), __version__, config_hash(published)),
             tell=self._coordinator.report,
             open_source=self._open_source,
@@ -118,16 +107,23 @@ class ShardActor:
         )
         host = self._host
         handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
-        handlers.update(page_handlers(self._host))
+        handlers.update(page_handlers(host))
+        self._serve(config, auth)
+        ports = shard_metrics_ports(config.metrics.port)
+        self._metrics = wait(lambda: serve_metrics(config.metrics, ports, host, calls, certificates))
+        if self._stop_ms:
+            on_sigterm(self._save_and_end)
+
+    def _serve(self, config: Config, auth: Authenticator) -> None:
+        """Starts the servers of the data paths, and then everything else."""
+        tls = None
+        if self._certificates is not None:
+            tls = ListenTls(self._certificates, config.security.client_certificates, auth.tenant_by_certificate)
         self._paths = serve_paths(self._host, auth, config.server, self._server.host, tls)
         self._server.start()
         self._host.start(self._paths.offers)
         self._garbage = GarbageKeeper()
         self._garbage.start()
-        ports = shard_metrics_ports(config.metrics.port)
-        self._metrics = wait(lambda: serve_metrics(config.metrics, ports, self._host, calls, certificates))
-        if self._stop_ms:
-            on_sigterm(self._save_and_end)
 
     def address(self) -> str:
         return self._server.address
@@ -203,6 +199,20 @@ class ShardActor:
         ray.kill(self._me, no_restart=True)
         time.sleep(_KILL_S)
         end_process(leave)  # Ray's head is unreachable; the shard is drained all the same, and the next starts empty
+
+
+def credentials_of(epoch: Epoch, secret: str, certificates: Certificates | None) -> ShardCredentials:
+    """Returns those of an incarnation, which proves itself by its certificate or, without one, by the secret."""
+    return ShardCredentials(epoch, Credentials(None if certificates is not None else secret, certificates))
+
+
+def _authenticator(config: Config, secret: str, own: ShardCredentials, *, restarted: bool) -> Authenticator:
+    return authenticator(
+        *(config, secret),
+        epoch_of=own.epoch_of,
+        secret_suffices=lambda: own.secret_suffices,
+        restarted=restarted,
+    )
 
 
 def _served(

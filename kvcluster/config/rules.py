@@ -55,7 +55,7 @@ def check(config: Config) -> None:
         _security_rules(config),
         _client_rules(config.client),
         _transport_rules(config),
-        _event_rules(config.events),
+        _event_rules(config.events, encrypted=config.security.encryption == TLS),
         _log_rules(config.log),
         _duration_rules(config),
     ):
@@ -268,7 +268,7 @@ def _transport_rules(config: Config) -> Iterator[_Rule]:
             yield name in TRANSPORTS, known
 
 
-def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
+def _event_rules(e: EventsConfig, *, encrypted: bool) -> Iterator[_Rule]:
     yield not e.replay or bool(e.endpoint), "events.replay needs events.endpoint: only published events can be replayed"
     yield e.buffer_batches >= 1, "events.buffer_batches must be at least 1"
     for name, where in (("endpoint", e.endpoint), ("replay", e.replay)):
@@ -276,9 +276,9 @@ def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
         is_tcp = match is not None and int(match[1]) <= 65_535
         yield not where or is_tcp, f"events.{name} must be tcp://host:port, such as tcp://127.0.0.1:5557, not {where!r}"
         yield (
-            not where or e.insecure or bool(_LOOPBACK.match(where)),
+            not where or e.insecure or encrypted or bool(_LOOPBACK.match(where)),
             f"events.{name}: every process that reaches {where} reads the prompts of all tenants. Use a loopback "
-            "address, or set events.insecure = true",
+            "address, or TLS (security.encryption), or set events.insecure = true",
         )
 
 

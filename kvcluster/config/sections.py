@@ -197,7 +197,8 @@ class SecurityConfig:
 class EventsConfig:
     """KV events for external subscribers. `endpoint`: the address to publish on, such as "tcp://127.0.0.1:5557"; "" for
     none. `replay`: the address that replays missed events, out of the last `buffer_batches` batches. Events show the
-    token ids of all tenants to every subscriber, so both must be loopback addresses unless `insecure` is set."""
+    token ids of all tenants to every subscriber, so both must be loopback addresses unless `insecure` is set or the
+    cluster speaks TLS, where subscribers show a certificate."""
 
     endpoint: str = ""
     replay: str = ""

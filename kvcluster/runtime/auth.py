@@ -166,6 +166,10 @@ EpochOf = Callable[[str], "Epoch | None"]
 """The token of a shard -> its incarnation; None for other tokens."""
 
 
+_UNISSUED = Epoch(0)
+"""Of a shard that the coordinator issues no credential to."""
+
+
 def _no_shard(token: str) -> Epoch | None:
     """Knows no shard."""
     return None
@@ -191,15 +195,16 @@ class Authenticator:
         *,
         file: TokenFile | None = None,
         epoch_of: EpochOf = _no_shard,
+        secret_suffices: Callable[[], bool] = bool,
         cluster: str = "kvcluster",
     ) -> None:
         """`tenants`: by the digest of their tokens, of which `operators` are some; or the same in a `file`. `secret`:
-        what shards show to get a credential, "" where they show certificates. `epoch_of`: see shard_credentials.py.
-        `cluster`: the name in the URIs of certificates."""
+        what shards show to get a credential, "" where they show certificates. `epoch_of`, `secret_suffices`: see
+        shard_credentials.py. `cluster`: the name in the URIs of certificates."""
         self._fixed = Tokens(dict(tenants), operators) if tenants is not None else None
         self._file = file
         self._secret = digest(secret) if secret else ""
-        self._epoch_of = epoch_of
+        self._epoch_of, self._secret_suffices = epoch_of, secret_suffices
         self._cluster = cluster
 
     @property
@@ -222,7 +227,7 @@ class Authenticator:
         if token and (epoch := self._epoch_of(token)) is not None:
             return Caller(CLUSTER, internal=True, epoch=epoch)
         if self._secret and hmac.compare_digest(hashed, self._secret):
-            return Caller(CLUSTER, internal=True)
+            return Caller(CLUSTER, internal=True, epoch=_UNISSUED if self._secret_suffices() else None)
         tokens = self._tokens()
         if tokens is None:
             return Caller(DEFAULT_TENANT, operator=True)
@@ -299,7 +304,12 @@ def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
 
 
 def authenticator(
-    config: Config, secret: str, *, epoch_of: EpochOf = _no_shard, restarted: bool = False
+    config: Config,
+    secret: str,
+    *,
+    epoch_of: EpochOf = _no_shard,
+    secret_suffices: Callable[[], bool] = bool,
+    restarted: bool = False,
 ) -> Authenticator:
     """Returns the Authenticator that the configuration asks for. Raises ConfigError if the server would accept callers
     from other machines without tokens or certificates, or if the token file cannot be used; not if it has `restarted`,
@@ -313,4 +323,10 @@ def authenticator(
             f"refusing to listen on {server.host} without a token file: any client could read the cache. "
             "Give server.token_file (--token-file), or pass --insecure if the network itself restricts access"
         )
-    return Authenticator(None, "" if tls else secret, file=file, epoch_of=epoch_of, cluster=config.name)
+    return Authenticator(
+        *(None, "" if tls else secret),
+        file=file,
+        epoch_of=epoch_of,
+        secret_suffices=secret_suffices,
+        cluster=config.name,
+    )

@@ -32,8 +32,8 @@ from kvcluster.runtime.audit_log import CALLS, audit_answer, set_up_audit
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.json_log import decided, warned
 from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Sample, coordinator_samples
+from kvcluster.runtime.policy_file import read_settings, write_settings
 from kvcluster.runtime.quota_file import QuotaFile
-from kvcluster.runtime.server import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.certificates import Certificates

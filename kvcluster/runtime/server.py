@@ -9,16 +9,10 @@ message), INVALID_ARGUMENT.
 
 A call without a token, where clients show certificates, is authenticated by that of its connection, which gRPC tells
 only on a thread: these calls have threads of their own, which tenants share.
-
-`read_settings` and `write_settings` keep the settings that an operator changed while the cluster ran for the next
-coordinator: the tier policy, and whether the cache is on. If an operator turned the cache off because of a fault, it
-must stay off when the coordinator restarts because of the same fault. They are one small file in
-`coordinator.state_dir` (private_files.py). A file that cannot be parsed is never skipped; the error names what to do.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -26,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -41,7 +34,6 @@ from kvcluster.runtime.audit_log import audited
 from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, ONLY_TO_ISSUE, Authenticator
 from kvcluster.runtime.json_log import decided
 from kvcluster.runtime.metric_samples import CallMetrics, Refusal
-from kvcluster.runtime.private_files import locked, replace_file
 from kvcluster.transport.addresses import host_and_port
 from kvcluster.transport.base import TOO_MANY_CALLS, Unavailable
 from kvcluster.transport.certificates import CertificateNames, Certificates, names_in_pem
@@ -469,39 +461,3 @@ def _own(request: Request[T], caller: Caller) -> Request[T]:
     if caller.epoch is not None and isinstance(question, (Report, Inventory)) and question.info.epoch != caller.epoch:
         raise CredentialError(f"this credential is of incarnation {caller.epoch}, not {question.info.epoch}")
     return request
-
-
-NAME = "policy.json"
-Settings = tuple[tuple[str, str], ...]
-
-
-def read_settings(folder: str) -> Settings:
-    """Returns the last settings kept in that folder; empty if there are none. Raises ConfigError if the file cannot be
-    read or parsed."""
-    path = Path(folder) / NAME
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(kept, dict) or not all(isinstance(value, str) for value in kept.values()):
-            raise ValueError("it holds no settings")
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}, which keeps an operator's settings, cannot be read: {error}. Remove it to go back to the "
-            "configuration, with the cache on; `kvcluster off` turns it off again"
-        ) from None
-    return tuple(kept.items())
-
-
-def write_settings(folder: str, settings: Settings) -> None:
-    """Replaces the settings kept in that folder, which is made if it is missing. When it returns they are on disk.
-    Raises ConfigError if that fails; the old file then stays."""
-    path = Path(folder) / NAME
-    try:
-        with locked(path.parent, make=True) as opened:
-            replace_file(path, json.dumps(dict(settings), indent=1).encode(), opened)
-    except OSError as error:
-        raise ConfigError(
-            f"coordinator.state_dir {folder} cannot keep the settings: {error.strerror or error}. They are in effect, "
-            "but only until the coordinator restarts"
-        ) from None

@@ -127,6 +127,8 @@ class ShardCredentials:
         self._proof = secrets.token_bytes(PROOF_BYTES)
         self._generation = 0
         self._at = self._server_name = ""
+        self.secret_suffices = False
+        """Whether the coordinator is of the release before, so that all shards show one another the secret itself."""
         self._peers: dict[Epoch, tuple[str, float]] = {}
         self._lock = threading.Lock()
 
@@ -149,6 +151,7 @@ class ShardCredentials:
         if isinstance(answer, Refused):
             raise Unavailable(Miss(MissReason.SHARD_LOST, answer.detail))
         self._generation += 1
+        self.secret_suffices = answer is None
         return self._with(answer.token if answer is not None else self._proves.token, server_name)
 
     def to_shard(self, shard: ShardAddress) -> Credentials:

@@ -191,6 +191,12 @@ class Certificates:
         log.info("the certificates were read again: %s", self.files.cert or self.files.ca)
 
 
+def own_name(certificates: Certificates | None, host: str) -> str:
+    """Returns the name by which those who connect to this process at `host` verify it, "" for the host itself."""
+    own = certificates.now().own if certificates is not None else None
+    return own.name_for(host) if own is not None else ""
+
+
 def own_certificates(config: Config, role: str) -> Certificates | None:
     """Returns the certificates of the coordinator or of a shard of a cluster; None if that serves in the clear. Raises
     ConfigError if the files cannot be used, or the certificate is not for that role of this cluster."""

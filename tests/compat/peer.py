@@ -156,18 +156,18 @@ def shard(name: str, reports_to: str) -> None:
     failures: list[str] = []
     if ShardCredentials is None:
         auth = authenticator(config.server, SECRET)
-        upstream = Connection(reports_to, SECRET)
+        connections = [Connection(reports_to, SECRET)]
 
         def connection(deadline: Any) -> Any:
-            return upstream
+            return connections[0]
 
         def shows(source: Any) -> Any:
             return SECRET
 
     else:
         own = ShardCredentials(epoch, Credentials(SECRET))
-        auth = authenticator(config, SECRET, epoch_of=own.epoch_of)
-        shows, connections = own.to_shard, []
+        auth = authenticator(config, SECRET, epoch_of=own.epoch_of, secret_suffices=lambda: own.secret_suffices)
+        shows, connections = own.to_shard, list[Any]()
 
         def connection(deadline: Any) -> Any:
             if not connections:
@@ -208,7 +208,8 @@ def shard(name: str, reports_to: str) -> None:
     server.close(grace_s=0)
     paths.close()
     host.close()
-    upstream.close()
+    for one in connections:
+        one.close()
 
 
 def worker(address: str, transport: str, action: str, seed: str) -> None:

@@ -85,15 +85,15 @@ class Cluster:
     def _certify(self) -> None:
         """Makes a certificate that all hosts have, for the names of all of them."""
         names = [f"--name={address}" for address in {*self.network.addresses.values(), self.address}]
-        command = printed("kvcluster certs issue /root/kvcluster-ca")[1:]
+        command = printed("kvcluster certs issue /safe/kvcluster-ca")[1:]
         at = command.index("--name")
         command[at : at + 2] = names
-        self.kvcluster("head", *printed("kvcluster certs init /root/kvcluster-ca")[1:])
+        self.kvcluster("head", *printed("kvcluster certs init /safe/kvcluster-ca")[1:])
         self.kvcluster("head", *command)
 
     def renew(self, days: int) -> None:
         """Replaces the certificate of all hosts by one that is valid for so many days."""
-        self.kvcluster("head", "certs", "renew", "/etc/kvcluster", "--ca", "/root/kvcluster-ca", "--days", str(days))
+        self.kvcluster("head", "certs", "renew", "/etc/kvcluster", "--ca", "/safe/kvcluster-ca", "--days", str(days))
 
     def configure(self, more: str, changes: Mapping[str, str] | None = None) -> Path:
         """Writes the settings that every host reads."""
@@ -243,7 +243,7 @@ class Cluster:
 
     def _here(self, text: str) -> str:
         """The text with the paths of this run, and the head's address."""
-        text = text.replace("/etc/kvcluster", str(self.folder)).replace("/root/kvcluster-ca", f"{self.folder}/ca")
+        text = text.replace("/etc/kvcluster", str(self.folder)).replace("/safe/kvcluster-ca", f"{self.folder}/ca")
         return re.sub(r"\bHEAD\b", self.address, text)
 
 

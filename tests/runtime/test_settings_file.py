@@ -12,7 +12,7 @@ from kvcluster.core.messages import Done, GetStatus, SetPolicy, Status
 from kvcluster.errors import ConfigError
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.coordinator_host import CoordinatorHost
-from kvcluster.runtime.server import NAME, read_settings, write_settings
+from kvcluster.runtime.policy_file import NAME, read_settings, write_settings
 from kvcluster.transport.base import Unavailable
 from tests.runtime.hosts import configured
 
