@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcluster.transport.credentials import CA_FILE, ENCRYPTION
+from kvcluster.transport.credentials import CA_FILE, CERT_FILE, ENCRYPTION, KEY_FILE
 from tests.hosts.hosts import ROOT
 from tests.hosts.netns import Network
 from tests.pods.container import Container, Image
@@ -181,6 +181,12 @@ class Kubelet:
             found[CA_FILE] = str(self._folder / "ca.crt")
             authorities = {files["ca.crt"] for files in self._secrets.values() if "ca.crt" in files}
             (self._folder / "ca.crt").write_bytes(b"".join(sorted(authorities)))
+        for variable, file in ((CERT_FILE, "tls.crt"), (KEY_FILE, "tls.key")):
+            if variable in data:
+                (own,) = [files for name, files in self._secrets.items() if "-tenant-" in name]
+                (self._folder / file).write_bytes(own[file])
+                (self._folder / file).chmod(0o600)
+                found[variable] = str(self._folder / file)
         return [f"{name}={value}" for name, value in found.items()]
 
     def _start(self, pod: Pod) -> None:

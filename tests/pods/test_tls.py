@@ -50,9 +50,13 @@ Secrets = dict[str, dict[str, bytes]]
 
 
 class CertManager:
-    """What cert-manager and an issuer do: a Secret for each Certificate."""
+    """What cert-manager and an issuer do: a Secret for each Certificate. Engines show one, too."""
 
-    security: Mapping[str, Any] = {"encryption": "tls", "certManager": {"issuerRef": {"name": "ca"}}}
+    security: Mapping[str, Any] = {
+        "encryption": "tls",
+        "clientCertificates": True,
+        "certManager": {"issuerRef": {"name": "ca"}, "clients": ["tenant-ops"]},
+    }
 
     def __init__(self, folder: Path) -> None:
         self.authority = Authority(folder)
