@@ -139,7 +139,7 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
             "tcp://0.0.0.0:5557",
             "events.endpoint: every process that reaches tcp://0.0.0.0:5557 reads",
         ),
-        ("events", "endpoint", "tcp://*:5557", "Use a loopback address, or set events.insecure = true"),
+        ("events", "endpoint", "tcp://*:5557", "Use a loopback address, or TLS"),
         ("events", "replay", "tcp://127.0.0.1:5558", "events.replay needs events.endpoint"),
         ("events", "buffer_batches", 0, "events.buffer_batches must be at least 1"),
         ("client", "store_niceness", 20, "client.store_niceness must be between 0 and 19"),

@@ -73,7 +73,7 @@ from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.socket_frames import FrameKind
 from kvcluster.wire.versions import METADATA
 from tests.attacks.attackers import new_attempt, random_hash
-from tests.attacks.http_attackers import dialled
+from tests.attacks.reach import dialled
 from tests.attacks.setting import TINY
 from tests.bounds.filler import fills
 

@@ -166,7 +166,8 @@ def test_grpc_verifies_both_sides_too_and_tells_the_roles_of_its_caller(issued: 
 
 def test_the_commands_of_the_page_make_hosts_that_verify_one_another(here: Path) -> None:
     commands = [command for _, command in COMMANDS if command.startswith("kvcluster certs ")]
-    page = [shlex.split(command, comments=True)[1:] for command in commands if "kvcluster-ca" not in command]
+    others = ("kvcluster-ca", "kv-ca")  # of several hosts, and of Kubernetes
+    page = [shlex.split(words, comments=True)[1:] for words in commands if not any(ca in words for ca in others)]
     assert [words[1] for words in page] == ["init", "issue", "issue", "issue", "show", "renew"]
     assert [main(words) for words in page] == [0] * len(page)
     handshake(Path("head"), Path("team-a"), "10.0.0.5")
@@ -197,7 +198,7 @@ def test_a_tenant_cannot_serve(here: Path) -> None:
         handshake(folder, folder, "localhost")
 
 
-@pytest.mark.parametrize(("ago", "why"), [(3 * DAY, "expired"), (-timedelta(minutes=10), "not yet valid")])
+@pytest.mark.parametrize(("ago", "why"), [(3 * DAY, "expired"), (-DAY, "not yet valid")])
 def test_a_certificate_is_refused_outside_of_its_time(here: Path, ago: timedelta, why: str) -> None:
     folder = made(here / "made", CertSubject(("shard",), ("localhost",)), days=2, now=NOW - ago)
     with pytest.raises(ssl.SSLCertVerificationError, match=why):
