@@ -55,9 +55,10 @@ class CoordinatorLink:
             assert self._connection is not None
             return self._connection.ask(COORDINATOR[type(message).__name__], message, deadline)
         except (Unavailable, Unreachable):
+            self.close()  # a coordinator that has restarted does not know this credential
             self._look_again()
             raise
-        except CredentialError:  # a coordinator that has restarted does not know it; the next report asks for another
+        except CredentialError:  # it has restarted between two reports
             self.close()
             raise
 

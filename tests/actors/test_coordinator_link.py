@@ -17,6 +17,7 @@ from kvcluster.core.ids import Caller, CallId, Epoch, ShardId
 from kvcluster.core.messages import Reply, Report, ReportAck, Request, ShardAddress, ShardInfo
 from kvcluster.errors import CredentialError, Unreachable
 from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.metric_samples import CallMetrics, Sample
 from kvcluster.runtime.server import GrpcServer
 from kvcluster.runtime.shard_credentials import CredentialIssuer, ShardCredentials
 from kvcluster.transport.base import Deadline, Unavailable
@@ -24,6 +25,7 @@ from kvcluster.transport.credentials import Credentials
 
 SECRET = "of the cluster"
 BOUND_MS = 20_000
+_REFUSED = "kvcluster_refused_calls_total"
 
 
 class Coordinator:
@@ -34,7 +36,8 @@ class Coordinator:
         self.issuer = CredentialIssuer()
         _, handlers = coordinator.handlers_of(self._ask, self.issuer)
         auth = Authenticator({}, SECRET, epoch_of=self.issuer.epoch_of)
-        self.server = GrpcServer(handlers, auth, "127.0.0.1", 0, 2)
+        self.calls = CallMetrics(())
+        self.server = GrpcServer(handlers, auth, "127.0.0.1", 0, 2, metrics=self.calls)
         self.server.start()
 
     def _ask(self, build: Callable[[CallId], Request[Any]], wait_s: float, tenant: str) -> Reply:
@@ -148,6 +151,25 @@ def test_a_coordinator_that_has_restarted_issues_again(served: Coordinator, monk
         with pytest.raises(CredentialError):
             link.report(report(7), soon())
         assert isinstance(link.report(report(7), soon()), ReportAck)
+
+
+def test_a_shard_shows_no_credential_of_the_coordinator_before_to_the_next(
+    served: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce(monkeypatch, served.server.address)
+    with closing(link_of(7)) as link:
+        link.report(report(7), soon())
+        served.server.close(grace_s=0)
+        with pytest.raises(Unavailable):
+            link.report(report(7), soon())
+        with closing(Coordinator()) as following:
+            announce(monkeypatch, following.server.address)
+            with pytest.raises((Unavailable, Unreachable)):
+                link.report(report(7), soon())
+            assert isinstance(link.report(report(7), soon()), ReportAck)
+            samples = [one for one in following.calls.samples() if isinstance(one, Sample)]
+            refused = [one.labels for one in samples if one.name == _REFUSED and one.value]
+            assert not refused, "so no alert of a stranger fires"
 
 
 def test_a_shard_keeps_its_coordinator_while_the_head_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
