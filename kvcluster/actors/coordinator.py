@@ -70,10 +70,10 @@ class CoordinatorActor:
         epoch = next_epoch(cluster, "coordinator")
         process = ProcessInfo(socket.gethostname(), __version__, config_hash(config))
         self._certificates = certificates = wait(lambda: own_certificates(config, ROLE))
-        made = partial(CoordinatorHost, epoch, config, on_end=end_process, restarted=patient)
-        self._host = wait(lambda: made(process=process, certificates=certificates))
         issuer = CredentialIssuer()
-        self._auth = auth = authenticator(config, secret, epoch_of=issuer.epoch_of, restarted=patient)
+        self._auth = auth = wait(lambda: authenticator(config, secret, epoch_of=issuer.epoch_of, restarted=patient))
+        made = partial(CoordinatorHost, epoch, config, on_end=end_process, restarted=patient)
+        self._host = wait(lambda: made(process=process, certificates=certificates, is_revoked=auth.is_revoked))
         for_workers, for_shards = handlers_of(self._host.ask, issuer, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise

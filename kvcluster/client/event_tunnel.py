@@ -26,6 +26,7 @@ from kvcluster.transport.thread_start import start_thread
 log = logging.getLogger(__name__)
 
 _CONNECT_MS = 5_000
+_OVER = select.POLLHUP | select.POLLERR | select.POLLNVAL
 _MOVED_BYTES = 64 * 1024
 _CONNECTIONS = 64
 """The most local connections at a time; a further one is closed."""
@@ -154,4 +155,5 @@ def _carry(near: socket.socket, far: ssl.SSLSocket) -> None:
         # Either end that has ended is readable, whatever it is waited for.
         poll.register(near, (select.POLLIN if not to_far else 0) | (select.POLLOUT if to_near else 0))
         poll.register(far, (select.POLLIN if not to_near else 0) | (select.POLLOUT if to_far else 0))
-        poll.poll()
+        if any(happened & _OVER for _, happened in poll.poll()):
+            return  # whatever is left is for nobody, or from nobody; ZeroMQ connects again

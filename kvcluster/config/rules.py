@@ -252,6 +252,10 @@ def _security_rules(config: Config) -> Iterator[_Rule]:
         f"{TLS!r} (the certificate of each node must have its address), {NETWORK!r} or {NO_ENCRYPTION!r}",
     )
     yield config.ray.encryption != TLS or encrypts, f"ray.encryption = {TLS!r} needs security.encryption = {TLS!r}"
+    yield (
+        not client.ca_file or client.encryption in ("", TLS),
+        f"client.ca_file is for TLS, and client.encryption is {client.encryption!r}: name one of both",
+    )
     yield bool(client.cert_file) == bool(client.key_file), "client.cert_file and client.key_file belong together"
 
 

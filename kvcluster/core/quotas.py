@@ -115,6 +115,13 @@ NO_QUOTAS = Quotas()
 def parse_quotas(text: str) -> Quotas:
     """Parses the text of a quota file. Raises ConfigError that names the line or the key, and what to do."""
     try:
+        return _parsed(text)
+    except ValueError as error:  # Python writes no number of thousands of digits
+        raise ConfigError(f"quota file: a number is too large: {error}") from None
+
+
+def _parsed(text: str) -> Quotas:
+    try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the quota file is not valid TOML: {error}") from None

@@ -46,7 +46,7 @@ class AuditLog:
         """Raises ConfigError if the file cannot be written."""
         self._path = path
         self._waiting: queue.Queue[str | None] = queue.Queue(limits.AUDIT_LINES)
-        self._left_out = 0
+        self._left_out, self._torn = 0, False
         self._lock = threading.Lock()
         self._rates = TenantRates(lambda tenant: CALLS_PER_SECOND)
         self._file = self._open()
@@ -79,16 +79,26 @@ class AuditLog:
         except OSError as error:
             raise ConfigError(f"log.audit_file {self._path} cannot be written: {error.strerror}") from None
 
+    def _write(self, line: bytes) -> None:
+        """Writes a line. Raises OSError if there is no room for all of it; the next then begins with a line break."""
+        line, self._torn = (b"\n" + line if self._torn else line), False
+        written = self._file.write(line) or 0
+        if written < len(line):
+            self._torn = written > 0
+            raise OSError("there is no room for it")
+
     def _run(self) -> None:
         while (line := self._waiting.get()) is not None:
             try:
-                self._file.write(line.encode() + b"\n")
+                self._write(line.encode() + b"\n")
                 if os.fstat(self._file.fileno()).st_size >= limits.AUDIT_FILE_BYTES:
                     os.replace(self._path, f"{self._path}.1")
                     before, self._file = self._file, self._open()
                     before.close()
             except (OSError, ConfigError) as error:  # a full disk: what operators do must go on
                 log.error("a line of the audit log is lost: %s", error)
+                with self._lock:
+                    self._left_out += 1
 
 
 _audit: AuditLog | None = None

@@ -197,15 +197,17 @@ class Authenticator:
         epoch_of: EpochOf = _no_shard,
         secret_suffices: Callable[[], bool] = bool,
         cluster: str = "kvcluster",
+        certified: bool = False,
     ) -> None:
         """`tenants`: by the digest of their tokens, of which `operators` are some; or the same in a `file`. `secret`:
         what shards show to get a credential, "" where they show certificates. `epoch_of`, `secret_suffices`: see
-        shard_credentials.py. `cluster`: the name in the URIs of certificates."""
+        shard_credentials.py. `cluster`: the name in the URIs of certificates. `certified`: clients show certificates;
+        without tokens those alone say who calls."""
         self._fixed = Tokens(dict(tenants), operators) if tenants is not None else None
         self._file = file
         self._secret = digest(secret) if secret else ""
         self._epoch_of, self._secret_suffices = epoch_of, secret_suffices
-        self._cluster = cluster
+        self._cluster, self._certified = cluster, certified
 
     @property
     def tenants(self) -> int:
@@ -215,7 +217,7 @@ class Authenticator:
     @property
     def one_tenant(self) -> bool:
         """Whether all callers, except the cluster's own shards, belong to one tenant. False while that is not known."""
-        return self._count() == 1
+        return self._count() == 1 and not self._certified
 
     def trouble(self) -> str:
         """As TokenFile; "" without a file."""
@@ -229,6 +231,8 @@ class Authenticator:
         if self._secret and hmac.compare_digest(hashed, self._secret):
             return Caller(CLUSTER, internal=True, epoch=_UNISSUED if self._secret_suffices() else None)
         tokens = self._tokens()
+        if tokens is None and self._certified:
+            raise CredentialError("this cluster knows no tokens: its clients show certificates, which say who they are")
         if tokens is None:
             return Caller(DEFAULT_TENANT, operator=True)
         if not token:
@@ -243,8 +247,7 @@ class Authenticator:
     def by_certificate(self, shown: CertificateNames) -> Caller:
         """Returns the caller who shows this verified certificate and no token. Raises CredentialError if it was
         revoked, or its URIs name no role or several tenants of this cluster."""
-        tokens = self._tokens()
-        if tokens is not None and shown.fingerprint in tokens.revoked:
+        if self.is_revoked(shown):
             raise CredentialError("this client's certificate was revoked; ask the operator of the cluster for another")
         if shown.has_role(self._cluster, SHARD):
             return Caller(CLUSTER, internal=True)
@@ -256,6 +259,12 @@ class Authenticator:
                 f"token it needs one URI {SCHEME}{self._cluster}/tenant/NAME, or {SCHEME}{self._cluster}/operator"
             )
         return Caller(Tenant(tenants[0]) if tenants else NO_TENANT, operator=operator)
+
+    def is_revoked(self, shown: CertificateNames) -> bool:
+        """Whether the token file has this certificate refused. Raises CredentialError if no version of the file could
+        be used."""
+        tokens = self._tokens()
+        return tokens is not None and shown.fingerprint in tokens.revoked
 
     def tenant_by_certificate(self, shown: CertificateNames) -> Tenant:
         """As `tenant`."""
@@ -329,4 +338,5 @@ def authenticator(
         epoch_of=epoch_of,
         secret_suffices=secret_suffices,
         cluster=config.name,
+        certified=config.security.client_certificates,
     )

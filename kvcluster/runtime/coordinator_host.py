@@ -36,7 +36,7 @@ from kvcluster.runtime.policy_file import read_settings, write_settings
 from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
-from kvcluster.transport.certificates import Certificates
+from kvcluster.transport.certificates import CertificateNames, Certificates
 
 if TYPE_CHECKING:
     from kvcluster.runtime.event_publisher import EventPublisher
@@ -45,6 +45,11 @@ T = TypeVar("T")
 
 _CALL_S = 0.0005
 """As TenantTurns' `call_s`: a gRPC call with its request and its answer."""
+
+
+def _never(shown: CertificateNames) -> bool:
+    """Where no certificate is revoked."""
+    return False
 
 
 class CoordinatorHost:
@@ -59,10 +64,11 @@ class CoordinatorHost:
         on_end: Callable[[Leave], None],
         process: ProcessInfo | None = None,
         certificates: Certificates | None = None,
+        is_revoked: Callable[[CertificateNames], bool] = _never,
         restarted: bool = False,
     ) -> None:
-        """`process`: for the status. `certificates`: with which KV events are published. `restarted`: it serves whether
-        or not its quota file can be used."""
+        """`process`: for the status. `certificates`: with which KV events are published, to those whose own
+        certificate is not revoked. `restarted`: it serves whether or not its quota file can be used."""
         if config.log.audit_file:
             set_up_audit(config.log.audit_file)
         self.quotas = QuotaFile(config.server.quota_file, must_exist=not restarted)
@@ -83,7 +89,7 @@ class CoordinatorHost:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self._tenants = config.metrics.tenants
-        self.publisher = publisher_of(config, epoch, lambda: self._driver.tell(Republish()), certificates)
+        self.publisher = publisher_of(config, epoch, lambda: self._driver.tell(Republish()), certificates, is_revoked)
         self._driver: Driver[CoordinatorMessage] = Driver(
             Keeping(
                 self.core,
@@ -162,7 +168,7 @@ class CoordinatorHost:
 
     def why_not_alive(self) -> str:
         """Returns why this incarnation should be ended; "" if it should not."""
-        return self._driver.failure
+        return self._driver.failure or (self.publisher.failure if self.publisher is not None else "")
 
     def why_not_ready(self) -> str:
         """Returns why it cannot serve now; "" if it can."""
@@ -197,7 +203,11 @@ def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> Coordin
 
 
 def publisher_of(
-    config: Config, epoch: Epoch, on_behind: Callable[[], None], certificates: Certificates | None
+    config: Config,
+    epoch: Epoch,
+    on_behind: Callable[[], None],
+    certificates: Certificates | None,
+    is_revoked: Callable[[CertificateNames], bool] = _never,
 ) -> EventPublisher | None:
     """Returns the publisher of KV events, or None if none is configured. Raises ConfigError if its dependency is not
     installed. `certificates`: None to publish in the clear."""
@@ -215,7 +225,7 @@ def publisher_of(
         buffer_batches=events.buffer_batches,
         first_sequence=epoch,
         on_behind=on_behind,
-        access=None if certificates is None else EventAccess(certificates, config.name),
+        access=None if certificates is None else EventAccess(certificates, config.name, is_revoked),
     )
 
 

@@ -221,6 +221,8 @@ class EventPublisher:
         access: EventAccess | None = None,
     ) -> None:
         self._access = access
+        self.failure = ""
+        """Why the thread has ended by itself; "" while it has not."""
         self.endpoint = endpoint
         """Where subscribers connect; after `start`, with the chosen port."""
 
@@ -314,7 +316,8 @@ class EventPublisher:
         try:
             while not self._ended:
                 self._turn()
-        except Exception:
+        except Exception as error:
+            self.failure = f"no KV events are published until a restart: {error!r}"
             log.critical("%s failed: no KV events until a restart", self._thread.name, exc_info=True)
         finally:
             with self._lock:

@@ -199,48 +199,61 @@ class _Table(grpc.GenericRpcHandler):
         for threads in (*self._threads.values(), *certified, self.refusing):
             threads.shutdown(wait=False)
 
+    def _certified_caller(
+        self, handler: RpcHandler, method: str, version: int, context: grpc.ServicerContext
+    ) -> Caller:
+        """Returns the caller, whose call is counted. Aborts a call that is refused."""
+        try:
+            caller = self._authenticator.by_certificate(_certificate(context))
+            caller = _checked(caller, method, version, certified=True)
+            if (why := handler.why_not(caller)) is not None:
+                raise CredentialError(why)
+        except CredentialError as error:
+            self._metrics.refused(Refusal.CREDENTIAL)
+            decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method, why=str(error))
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+        if self._beyond_rate(caller, method):
+            context.abort(grpc.StatusCode.UNAVAILABLE, _RATE)
+        with self._counting:
+            if not self._certified_calls.full(caller.tenant):
+                self._certified_calls.add(caller.tenant)
+                return caller
+        self._metrics.refused(Refusal.BUSY)
+        context.abort(grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
+        raise AssertionError("abort raises")
+
     def _by_certificate(self, threads: _Threads, handler: RpcHandler, method: str, version: int) -> _GrpcHandler | None:
         """Returns a handler for a call whose caller is known by the certificate of its connection."""
         if threads.full:
             return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
 
-        def caller_of(context: grpc.ServicerContext) -> Caller:
-            """Returns the caller, whose call is counted. Aborts a call that is refused."""
-            try:
-                caller = _checked(self._authenticator.by_certificate(_certificate(context)), method, version)
-            except CredentialError as error:
-                self._metrics.refused(Refusal.CREDENTIAL)
-                decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method, why=str(error))
-                context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-            if self._beyond_rate(caller, method):
-                context.abort(grpc.StatusCode.UNAVAILABLE, _RATE)
-            with self._counting:
-                if not self._certified_calls.full(caller.tenant):
-                    self._certified_calls.add(caller.tenant)
-                    return caller
-            self._metrics.refused(Refusal.BUSY)
-            context.abort(grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
-            raise AssertionError("abort raises")
+        caller_of = partial(self._certified_caller, handler, method, version)
 
         def ended(caller: Caller) -> None:
             with self._counting:
                 self._certified_calls.remove(caller.tenant)
 
-        def serve(request: Any, context: grpc.ServicerContext) -> Any:
+        asks, answers = handler.kind.split("_")
+
+        def message(messages: Iterator[bytes]) -> Any:
+            return messages if asks == "stream" else next(messages)
+
+        def serve(messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
             caller = caller_of(context)
             try:
-                return handler.serve(caller, request, context)
+                return handler.serve(caller, message(messages), context)
             finally:
                 ended(caller)
 
-        def serve_stream(request: Any, context: grpc.ServicerContext) -> Iterator[Any]:
+        def serve_stream(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[Any]:
             caller = caller_of(context)
             try:
-                yield from handler.serve(caller, request, context)
+                yield from handler.serve(caller, message(messages), context)
             finally:
                 ended(caller)
 
-        return _on(threads, handler.kind, serve_stream if handler.kind.endswith("_stream") else serve)
+        # As a stream: for the one message of others gRPC would wait on the thread, before it is known who calls.
+        return _on(threads, f"stream_{answers}", serve_stream if answers == "stream" else serve)
 
     def _threads_of(self, tenant: Tenant) -> _Threads:
         threads = self._threads.get(tenant)
@@ -284,13 +297,14 @@ def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _G
     return make(behavior, identity, identity)
 
 
-def _checked(caller: Caller, method: str, version: int) -> Caller:
-    """Returns the caller, who speaks that version. Raises CredentialError if the method is not for those like him at
-    all."""
+def _checked(caller: Caller, method: str, version: int, *, certified: bool = False) -> Caller:
+    """Returns the caller, who speaks that version. `certified`: it was a certificate that said who calls. Raises
+    CredentialError if the method is not for those like him at all."""
     if caller.tenant == NO_TENANT and method not in _COMMANDS:
         raise CredentialError(NOT_A_TENANT)
     # A shard of the release before has nothing else to show (docs/adr/0100).
-    if caller.internal and caller.epoch is None and method != _ISSUE and version >= PROTOCOL_VERSION:
+    before = version < PROTOCOL_VERSION and not certified
+    if caller.internal and caller.epoch is None and method != _ISSUE and not before:
         raise CredentialError(ONLY_TO_ISSUE)
     return caller if version == caller.version else replace(caller, version=version)
 
@@ -405,7 +419,10 @@ def unary_handlers(
 
     metrics = metrics or CallMetrics(methods)
     return {
-        method.path: RpcHandler("unary_unary", _unary(method, ask, why_not, metrics)) for method in methods.values()
+        method.path: RpcHandler(
+            "unary_unary", _unary(method, ask, why_not, metrics), why_not=partial(why_not, method.name)
+        )
+        for method in methods.values()
     }
 
 

@@ -75,8 +75,8 @@ class _Incarnation:
 
 
 class CredentialIssuer:
-    """The coordinator's part; thread-safe. It keeps limits.SHARD_CREDENTIALS incarnations, of which a further one takes
-    the place of that which has asked for nothing the longest."""
+    """The coordinator's part; thread-safe. It keeps limits.SHARD_CREDENTIALS incarnations. A further one takes the
+    place of one whose credentials have ended; while there is none it gets nothing, so that nobody loses a place."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -86,10 +86,12 @@ class CredentialIssuer:
     def issue(self, question: IssueCredential) -> IssuedCredential | Refused:
         """Answers a shard that has proven to be one of this cluster."""
         with self._lock:
-            asks = self._known.pop(question.epoch, None) or _Incarnation(question.proof)
+            asks = self._known.pop(question.epoch, None)
+            if asks is None:
+                if len(self._known) >= limits.SHARD_CREDENTIALS and not self._forget_one():
+                    return Refused(RefusedKind.LIMIT, "too many incarnations have credentials; ask again later")
+                asks = _Incarnation(question.proof)
             self._known[question.epoch] = asks
-            while len(self._known) > limits.SHARD_CREDENTIALS:
-                del self._known[next(iter(self._known))]
             if not hmac.compare_digest(question.proof, asks.proof):
                 return Refused(RefusedKind.STALE, "another process has the credentials of this incarnation")
             if question.audience != TO_COORDINATOR:
@@ -105,6 +107,14 @@ class CredentialIssuer:
             token = f"{PREFIX}{question.epoch}.{secrets.token_urlsafe(32)}"
             asks.tokens[_digest(token)], asks.generation = now + VALID_S, question.generation
             return IssuedCredential(token, int(VALID_S * 1e9))
+
+    def _forget_one(self) -> bool:
+        """Forgets the incarnation that has asked for nothing the longest, if its credentials have ended."""
+        oldest = next(iter(self._known))
+        if any(until > self._clock() for until in self._known[oldest].tokens.values()):
+            return False
+        del self._known[oldest]
+        return True
 
     def epoch_of(self, token: str) -> Epoch | None:
         """Returns the incarnation that this token was issued to; None if it is of none, or its time is over."""

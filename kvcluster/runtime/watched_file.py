@@ -105,11 +105,15 @@ def read_guarded(path: str, what: str, most_bytes: int, danger: str) -> str:
     be read, is longer, or could have been written by another user. `what` the file is, such as "token file", and what
     another user could do, the `danger`, are for the error."""
     try:
-        with open(
-            os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
-        ) as file:  # of a pipe, `open` would wait for a writer
-            found = os.fstat(file.fileno())
-            data = file.read(most_bytes + 1)
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe, `open` would wait for a writer
+        try:
+            found = os.fstat(opened)
+            if stat.S_ISDIR(found.st_mode):
+                raise OSError("it is a folder")
+            with open(opened, "rb", closefd=False) as file:
+                data = file.read(most_bytes + 1)
+        finally:
+            os.close(opened)
         text = data.decode("utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the {what} {path}: {error}") from None

@@ -96,10 +96,16 @@ class EventAccess(NamedTuple):
 
     certificates: Certificates
     cluster: str
+    is_revoked: Callable[[CertificateNames], bool]
 
     def lets_in(self, shown: CertificateNames | None) -> bool:
         """Whether the bearer of this verified certificate may read the events of all tenants."""
-        return shown is not None and any(shown.has_role(self.cluster, role) for role in (OPERATOR, EVENTS))
+        if shown is None or not any(shown.has_role(self.cluster, role) for role in (OPERATOR, EVENTS)):
+            return False
+        try:
+            return not self.is_revoked(shown)
+        except KVClusterError:  # no token file can be used
+            return False
 
 
 class Peer:
@@ -108,6 +114,7 @@ class Peer:
     def __init__(self, port: Port, link: socket.socket, address: str, now_ns: int) -> None:
         self.port = port
         self.link = link
+        self.certificate: CertificateNames | None = None
         self.shaking = isinstance(link, ssl.SSLSocket)  # until the handshake is over nothing is sent or read
         self.address = Tenant(address)
         self.inbound = zmtp.Inbound(port.bounds)
@@ -132,6 +139,7 @@ class ZmtpServer:
         self._work = 0
         self._swept_ns = clock()
         self._listening: list[socket.socket] = []
+        self._decrypted: dict[Peer, None] = {}  # peers of which OpenSSL has more than was read
         self._undelivered: dict[Peer, None] = {}  # peers whose messages wait for the next round
         self._shares: dict[Port, Shares] = {}
         self._peers: dict[Port, dict[Peer, None]] = {}
@@ -177,7 +185,7 @@ class ZmtpServer:
         """Waits for the wake, a peer or the timeout, and does what peers wait for."""
         now_ns = self._clock()
         rest_s = max(0, self._read_at - now_ns) / 1e9
-        if not rest_s and any(not peer.port.busy(peer) for peer in self._undelivered):
+        if not rest_s and (self._decrypted or any(not peer.port.busy(peer) for peer in self._undelivered)):
             self._round()
         elif not self._is_reading and not rest_s:
             self._waiting.register(self._reading, _READ, self._reading)
@@ -219,6 +227,7 @@ class ZmtpServer:
         peer.link.close()
         peer.out = memoryview(b"")
         self._undelivered.pop(peer, None)
+        self._decrypted.pop(peer, None)
         del self._peers[peer.port][peer]
         self._shares[peer.port].remove(peer.address)
         peer.port.closed(peer)
@@ -231,6 +240,9 @@ class ZmtpServer:
             self._waiting.unregister(self._reading)
             self._is_reading = False
         self._work = 0
+        decrypted, self._decrypted = self._decrypted, {}
+        for peer in decrypted:
+            self._read(peer)
         for peer in list(self._undelivered):
             self._deliver(peer)
         for key, _ in self._reading.select(0):
@@ -287,7 +299,8 @@ class ZmtpServer:
         except OSError as error:
             log.debug("closed a connection from %s: %s", peer.address, error)
         else:
-            if self._access.lets_in(certificate_of(peer.link)):
+            peer.certificate = certificate_of(peer.link)
+            if self._access.lets_in(peer.certificate):
                 peer.shaking = False
                 return True
         self.refused += 1
@@ -334,7 +347,7 @@ class ZmtpServer:
             peer.is_full = False
             self._reading.register(peer.link, _READ, peer)
         if peer.is_open and isinstance(peer.link, ssl.SSLSocket) and peer.link.pending():
-            self._read(peer)  # what has been decrypted already wakes nobody
+            self._decrypted[peer] = None  # it wakes nobody
 
     def _take(self, peer: Peer) -> None:
         for _ in range(RECEIVED_PER_ROUND):
@@ -376,6 +389,10 @@ class ZmtpServer:
         self._swept_ns = now_ns
         for peers in self._peers.values():
             for peer in list(peers):
+                if self._access is not None and not peer.shaking and not self._access.lets_in(peer.certificate):
+                    self.refused += 1
+                    self.drop(peer)
+                    continue
                 silent = not peer.inbound.ready and now_ns - peer.since_ns > HANDSHAKE_NS
                 if silent or (peer.blocked and now_ns - peer.moved_ns > PATIENCE_NS):
                     self.refused += 1

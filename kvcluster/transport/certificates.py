@@ -24,8 +24,8 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import grpc
@@ -43,6 +43,7 @@ SCHEME = "kvcluster://"
 COORDINATOR, SHARD, OPERATOR, EVENTS = "coordinator", "shard", "operator", "events"
 TENANT = "tenant/"
 
+_PART_BYTES = 64 * 1024
 _DAY_S = 86_400
 WARNED_S = 14 * _DAY_S
 """How long before the end of a certificate its operator is told."""
@@ -100,12 +101,39 @@ class LoadedCertificates:
         self.ca = _read(files.ca, "the authorities' file")
         self.cert = _read(files.cert, "the certificate") if files.cert else None
         self.key = _read_key(files.key) if files.key else None
-        self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
+        self.client = self._context(ssl.PROTOCOL_TLS_CLIENT, files)
         self.server = self.mutual = self.own = None
         if files.cert:
-            self.server, self.mutual = (_context(ssl.PROTOCOL_TLS_SERVER, files) for _ in range(2))
+            self.server, self.mutual = (self._context(ssl.PROTOCOL_TLS_SERVER, files) for _ in range(2))
             self.mutual.verify_mode = ssl.CERT_REQUIRED
-            self.own = _try(self.server, files)
+            without_names = self._context(ssl.PROTOCOL_TLS_CLIENT, files)
+            without_names.check_hostname = False
+            self.own = _try(self.server, without_names, files)
+
+    def _context(self, protocol: int, files: CertificateFiles) -> ssl.SSLContext:
+        """Returns a context that knows the authorities, and the own certificate if there is one. Raises ConfigError."""
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_ciphers(_CIPHERS)
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.hostname_checks_common_name = False
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # each would make an idle connection of a client readable
+        try:
+            with _in_memory(self.ca) as ca:
+                context.load_verify_locations(ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{files.ca} holds no certificates in PEM: {_reason(error)}") from None
+        if self.cert is not None and self.key is not None:
+            try:
+                with _in_memory(self.cert) as cert, _in_memory(self.key) as key:
+                    context.load_cert_chain(cert, key, password="")
+            except (OSError, ValueError) as error:
+                raise ConfigError(
+                    f"{files.cert} and {files.key} are no certificate and its key, in PEM without a pass phrase: "
+                    f"{_reason(error)}"
+                ) from None
+        return context
 
 
 class Certificates:
@@ -262,12 +290,17 @@ def connect_tls(
     try:
         handshake(wrapped, name, deadline)
         shown = certificate_of(wrapped) or CertificateNames()
-        if not any(uri.startswith(SCHEME) and uri.endswith(f"/{role}") for uri in shown.uris):
+        if not any(_role_of(uri) == role for uri in shown.uris):
             raise CredentialError(f"the certificate of {name} is not a {role}'s: it lacks the URI {SCHEME}NAME/{role}")
     except BaseException:
         wrapped.close()
         raise
     return wrapped
+
+
+def _role_of(uri: str) -> str:
+    """Returns the role that a URI gives in some cluster; "" if it gives none."""
+    return uri.removeprefix(SCHEME).partition("/")[2] if uri.startswith(SCHEME) else ""
 
 
 def check_server(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> None:
@@ -348,34 +381,9 @@ def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
         deadline.check(peer)
 
 
-def _context(protocol: int, files: CertificateFiles) -> ssl.SSLContext:
-    """Returns a context that knows the authorities, and the own certificate if there is one. Raises ConfigError."""
-    context = ssl.SSLContext(protocol)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers(_CIPHERS)
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    if protocol == ssl.PROTOCOL_TLS_SERVER:
-        context.num_tickets = 0  # each would make an idle connection of a client readable
-    try:
-        context.load_verify_locations(files.ca)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{files.ca} holds no certificates in PEM: {_reason(error)}") from None
-    if files.cert:
-        try:
-            context.load_cert_chain(files.cert, files.key, password="")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{files.cert} and {files.key} are no certificate and its key, in PEM without a pass phrase: "
-                f"{_reason(error)}"
-            ) from None
-    return context
-
-
-def _try(server: ssl.SSLContext, files: CertificateFiles) -> CertificateNames:
+def _try(server: ssl.SSLContext, client: ssl.SSLContext, files: CertificateFiles) -> CertificateNames:
     """Returns the names of the own certificate, after a handshake in memory. Raises ConfigError if it fails. Names are
     left to those who connect: here the chain, the dates and the key are compared."""
-    client = _context(ssl.PROTOCOL_TLS_CLIENT, files)
-    client.check_hostname = False
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (
         client.wrap_bio(to_client, to_server),
@@ -415,15 +423,35 @@ def _state_of(path: str) -> object:
 
 
 def _read(path: str, what: str) -> bytes:
-    """Returns the content of a file of certificates. Raises ConfigError if it cannot be read or is too large."""
+    """Returns the content of a file of certificates. Raises ConfigError if it cannot be read, is no file or is too
+    large."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            data = file.read(limits.CERTIFICATE_FILE_BYTES + 1)
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(opened).st_mode):
+                raise OSError("it is no file")
+            data = b""
+            while len(data) <= limits.CERTIFICATE_FILE_BYTES and (part := os.read(opened, _PART_BYTES)):
+                data += part
+        finally:
+            os.close(opened)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {what} {path}: {_reason(error)}") from None
     if len(data) > limits.CERTIFICATE_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {limits.CERTIFICATE_FILE_BYTES} bytes")
     return data
+
+
+@contextmanager
+def _in_memory(data: bytes) -> Iterator[str]:
+    """Within the block, the path of a file in memory with that content: OpenSSL reads what was read here, whatever the
+    path of the user has become meanwhile."""
+    opened = os.memfd_create("kvcluster-certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(opened, data)
+        yield f"/proc/self/fd/{opened}"
+    finally:
+        os.close(opened)
 
 
 def _read_key(path: str) -> bytes:

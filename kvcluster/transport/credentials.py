@@ -84,5 +84,7 @@ def tls_credentials(config: ClientConfig) -> Credentials:
 
 
 def _encryption(config: ClientConfig) -> str:
-    named = config.encryption or os.environ.get(ENCRYPTION, "")
-    return named or (TLS if config.ca_file or os.environ.get(CA_FILE, "") else "")
+    """Returns what the settings name, or else the environment."""
+    if config.encryption or config.ca_file:
+        return config.encryption or TLS
+    return os.environ.get(ENCRYPTION, "") or (TLS if os.environ.get(CA_FILE, "") else "")

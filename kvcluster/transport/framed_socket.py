@@ -72,6 +72,7 @@ class FramedSocket:
         self._least = 1
         self._process: int | None = None
         self._ending = _ENDED
+        self._is_shut = False
         self._arriving = self.requests = UNCHARGED
         self._frame_ms: float | None = None
         self.ended = False
@@ -90,6 +91,8 @@ class FramedSocket:
             connected = self._socket = accepting(self._socket, certificates, mutual=mutual)
         except OSError as error:
             raise self._lost(error) from None
+        if self._is_shut:  # while it was wrapped, when that could not reach it
+            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer}: this connection was ended"))
         handshake(connected, self.peer, deadline)
         self._stream = stream_of(connected)
         return certificate_of(connected)
@@ -194,6 +197,7 @@ class FramedSocket:
 
     def shutdown(self) -> None:
         """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
+        self._is_shut = True
         with contextlib.suppress(OSError):
             _shutdown(self._socket, socket.SHUT_RDWR)
 

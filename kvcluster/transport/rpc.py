@@ -82,12 +82,18 @@ def identity(data: bytes) -> bytes:
     return data
 
 
+def _is_for_all(caller: Caller) -> None:
+    """Refuses nobody."""
+
+
 class RpcHandler(NamedTuple):
     """Serves one method: `serve` gets the caller, the request (or an iterator over requests) and the context, and
     returns the reply (or yields replies). `kind` is gRPC's name of the combination, such as "unary_stream"."""
 
     kind: str
     serve: Callable[[Caller, Any, grpc.ServicerContext], Any]
+    why_not: Callable[[Caller], str | None] = _is_for_all
+    """Returns why the method is not for this caller; None if it is."""
 
 
 _OLD_CHANNELS = 2

@@ -13,13 +13,24 @@ import ray
 
 from kvcluster.actors import coordinator, coordinator_link
 from kvcluster.actors.coordinator_link import CoordinatorLink
+from kvcluster.core import limits
 from kvcluster.core.ids import Caller, CallId, Epoch, ShardId
-from kvcluster.core.messages import Reply, Report, ReportAck, Request, ShardAddress, ShardInfo
+from kvcluster.core.messages import (
+    IssueCredential,
+    IssuedCredential,
+    Refused,
+    Reply,
+    Report,
+    ReportAck,
+    Request,
+    ShardAddress,
+    ShardInfo,
+)
 from kvcluster.errors import CredentialError, Unreachable
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.metric_samples import CallMetrics, Sample
 from kvcluster.runtime.server import GrpcServer
-from kvcluster.runtime.shard_credentials import CredentialIssuer, ShardCredentials
+from kvcluster.runtime.shard_credentials import VALID_S, CredentialIssuer, ShardCredentials
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.credentials import Credentials
 
@@ -109,6 +120,23 @@ def test_no_other_process_gets_the_credential_of_an_incarnation(
             impostor.report(report(7), soon())
     with closing(link_of(9, "guessed")) as stranger, pytest.raises(CredentialError):
         stranger.report(report(9), soon())
+
+
+def test_no_number_of_incarnations_takes_the_place_of_one_whose_credential_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "SHARD_CREDENTIALS", 3)
+    now = 0.0
+    issuer = CredentialIssuer(lambda: now)
+    first = issuer.issue(IssueCredential(Epoch(1), b"1" * 32, 1))
+    assert isinstance(first, IssuedCredential)
+    made_up = [issuer.issue(IssueCredential(Epoch(epoch), b"x" * 32, 1)) for epoch in range(2, 9)]
+    assert [isinstance(one, Refused) for one in made_up] == [False] * 2 + [True] * 5
+    assert issuer.epoch_of(first.token) == 1
+    assert isinstance(issuer.issue(IssueCredential(Epoch(1), b"x" * 32, 1)), Refused)
+    now = VALID_S
+    assert issuer.epoch_of(first.token) is None
+    assert isinstance(issuer.issue(IssueCredential(Epoch(9), b"9" * 32, 1)), IssuedCredential)
 
 
 def test_a_shard_shows_another_what_only_that_one_accepts(served: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:

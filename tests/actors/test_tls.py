@@ -31,6 +31,7 @@ from kvcluster.config import ClientConfig
 from kvcluster.core.messages.reports import BlocksStored
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, Unreachable
 from kvcluster.runtime.auth import token_line
+from kvcluster.wire import zmtp
 from tests.actors.worker import SPEC, kv, tokens
 from tests.authority import Authority, Issued
 from tests.ports import event_endpoints, free_port
@@ -247,6 +248,40 @@ def test_events_are_for_operators_and_readers_of_events(world: World, capfd: pyt
             assert ended.result(60) == 0
     finally:
         del os.environ["KVCLUSTER_SERVER_NAME"]
+
+
+def test_many_short_messages_of_a_reader_of_events_end_nothing_and_a_revoked_one_reads_no_more(world: World) -> None:
+    reader = world.issue("talker", "events")
+    host, _, port = world.events.removeprefix("tcp://").rpartition(":")
+    context = ssl.create_default_context(cafile=str(world.authority.ca))
+    context.load_cert_chain(reader.files.cert, reader.files.key)
+    for _ in range(3):
+        with (
+            socket.create_connection((host, int(port)), timeout=30) as connected,
+            context.wrap_socket(connected, server_hostname="kv.example") as talker,
+        ):
+            talker.sendall(zmtp.GREETING + zmtp.encode_ready(b"SUB"))
+            with suppress(OSError):
+                talker.sendall(b"\x00\x01\x00" * 5_461)
+                talker.sendall(b"\x00\x01\x00" * 5_461)
+                talker.recv(65_536)
+    with EventSubscriber(world.events, config=world.config(reader)) as subscriber, world.connect() as client:
+        heard, seed = None, 80
+        while heard is None:
+            store(client, seed := seed + 1)
+            heard = subscriber.next(1.0)
+        lines = world.token_file.read_text(encoding="utf-8")
+        world.token_file.write_text(f"{lines}revoked sha256:{reader.fingerprint}\n", encoding="utf-8")
+        try:
+
+            def is_deaf() -> bool:
+                nonlocal seed
+                store(client, seed := seed + 1)
+                return subscriber.next(1.0) is None
+
+            eventually(is_deaf)
+        finally:
+            world.token_file.write_text(lines, encoding="utf-8")
 
 
 def test_a_client_certificate_names_the_tenant(shared_ray: None, tmp_path: Path) -> None:

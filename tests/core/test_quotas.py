@@ -99,3 +99,9 @@ def test_floors_beyond_a_tier_are_named_and_no_error() -> None:
     assert why.startswith(
         "the floors of the quota file have 90 bytes of the ram tier together, and the shards have 100"
     )
+
+
+@pytest.mark.parametrize("key", ["sequences = ", "ram = ", "weight = "])
+def test_a_number_of_thousands_of_digits_is_refused_in_words(key: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_quotas(f"[default]\n{key}0x{'F' * 5_000}\n")

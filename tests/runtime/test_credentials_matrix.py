@@ -7,6 +7,7 @@ held to its own tenant. The TCP ports of shards are in test_tls_ports.py.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,13 +21,15 @@ from kvcluster.actors import shard as shard_actor
 from kvcluster.core.ids import CLUSTER, Caller, CallId, Epoch, Tenant
 from kvcluster.core.messages import Done, Reply, Request
 from kvcluster.core.messages.reports import IssueCredential, IssuedCredential
+from kvcluster.errors import CredentialError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import COMMANDS, NO_TENANT, Authenticator, Tokens, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_credentials import CredentialIssuer
 from kvcluster.transport.grpc_pages import READ, WRITE
 from kvcluster.transport.rpc import RpcHandler, identity
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
-from kvcluster.wire.versions import METADATA
+from kvcluster.wire.versions import METADATA, VERSIONS_KEY
 from tests.authority import Authority, Issued
 from tests.transport.peers import SECRET
 
@@ -284,6 +287,67 @@ def test_a_certificate_that_was_revoked_counts_as_nobodys(authority: Authority, 
         channels(addresses, shown_by(mine)) as reached,
     ):
         check(reached, None, "")
+    assert not passed.tenants
+
+
+def test_without_a_token_file_a_token_beside_a_certificate_makes_nobody_of_it(
+    authority: Authority, servers: Issued
+) -> None:
+    """It was an operator once, whatever it said."""
+    passed, auth = Passed(), Authenticator(None, "", certified=True)
+    for token in ("anything", "mine"):
+        with pytest.raises(CredentialError, match="knows no tokens"):
+            auth.caller(token)
+    with pytest.raises(CredentialError):
+        auth.tenant(None)
+    assert not auth.one_tenant, "so shared memory is not offered"
+    assert not passed.tenants
+
+
+@pytest.mark.parametrize("role", ["tenant/me", "shard"])
+def test_no_certificate_holds_a_thread_of_others_by_a_message_that_does_not_come(
+    role: str, authority: Authority, servers: Issued
+) -> None:
+    """Those of another cluster and, at the port for shards, those of tenants hold none at all."""
+    ends, metadata = threading.Event(), METADATA
+
+    def silence() -> Iterator[bytes]:
+        ends.wait(BOUND_S)
+        yield from ()
+
+    foreign = authority.issue("foreign", "shard", "tenant/me", names=("c.example",), cluster="other")
+    tenant = authority.issue("holder", "tenant/you", names=("c.example",))
+    honest = authority.issue("honest", role, names=("c.example",))
+    passed = Passed()
+    with serving(passed, servers, client_certificates=True) as addresses, ExitStack() as house:
+        for holder, port, path in (
+            (foreign, "workers", COORDINATOR["GetStatus"].path),
+            (foreign, "reports", COORDINATOR["IssueCredential"].path),
+            (tenant, "reports", COORDINATOR["IssueCredential"].path),
+        ):
+            reached = house.enter_context(channels(addresses, shown_by(holder)))[port]
+            call = reached.stream_unary(path, request_serializer=identity, response_deserializer=identity)
+            held = [call.future(silence(), metadata=metadata) for _ in range(40)]
+            for one in held:
+                assert one.exception(BOUND_S).code() is grpc.StatusCode.UNAUTHENTICATED
+        with channels(addresses, shown_by(honest)) as reached:
+            check(reached, None, "right" if role == "tenant/me" else "cluster")
+        ends.set()
+
+
+def test_a_certificate_of_a_shard_reports_nothing_in_an_older_version_either(
+    authority: Authority, servers: Issued
+) -> None:
+    passed = Passed()
+    shard = authority.issue("old-shard", "shard", names=("c.example",))
+    older = ((VERSIONS_KEY, f"{PROTOCOL_VERSION - 1} {PROTOCOL_VERSION - 1} 0.2.0"),)
+    with serving(passed, servers) as addresses, channels(addresses, shown_by(shard)) as reached:
+        for name in REPORTS:
+            path = COORDINATOR[name].path
+            ask = reached["reports"].unary_unary(path, request_serializer=identity, response_deserializer=identity)
+            with pytest.raises(grpc.RpcError) as refused:
+                ask(b"", timeout=BOUND_S, metadata=older)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert not passed.tenants
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -127,6 +128,24 @@ def test_files_that_cannot_be_used_are_refused_with_the_reason(authority: Author
         Certificates(good.files)
 
 
+def test_what_is_no_file_costs_no_descriptor_and_holds_no_thread(authority: Authority, tmp_path: Path) -> None:
+    clock, issued = Clock(), authority.issue("s", "shard")
+    certificates = Certificates(issued.files, clock=clock)
+    before, cert = certificates.now(), Path(issued.files.cert)
+    kept, descriptors = cert.read_bytes(), len(os.listdir("/proc/self/fd"))
+    for make in (Path.mkdir, os.mkfifo):
+        cert.unlink() if cert.is_file() else cert.rmdir()
+        make(cert)
+        for _ in range(20):
+            clock.now += 1
+            assert certificates.now() is before and "it is no file" in certificates.trouble()
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    cert.unlink()
+    cert.write_bytes(kept)
+    clock.now += 1
+    assert certificates.now() is not before and not certificates.trouble()
+
+
 def test_files_are_read_again_when_they_change_and_a_pair_that_does_not_fit_changes_nothing(
     authority: Authority, tmp_path: Path
 ) -> None:
@@ -170,6 +189,9 @@ def test_a_server_is_accepted_by_its_role(authority: Authority, served: Callable
         with pytest.raises(CredentialError, match="is not a shard's"):
             connect_tls(server.connected(), "127.0.0.1", client, soon())
     check_server(coordinator.connected(), "127.0.0.1", client, soon())
+    called = served(authority.issue("called", "tenant/shard", "tenant/coordinator"))
+    with pytest.raises(CredentialError, match="is not a shard's"):
+        connect_tls(called.connected(), "127.0.0.1", client, soon())
     with pytest.raises(CredentialError, match="is not a coordinator's"):
         check_server(tenant.connected(), "127.0.0.1", client, soon())
 
