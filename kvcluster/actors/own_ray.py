@@ -124,6 +124,7 @@ def _settings(ours: Mapping[str, str], *, clusters: bool) -> Iterator[None]:
         "RAY_worker_niceness": "0",
         # Ray's own monitor would kill an actor near the limit of memory, and pools count: they are summed beforehand.
         "RAY_memory_monitor_refresh_ms": "0",
+        "GRPC_VERBOSITY": "ERROR",  # it would log each handshake of TLS that a stranger breaks off
         **ENVIRONMENT,
         **ours,
     }
