@@ -251,7 +251,8 @@ def _up(options: argparse.Namespace) -> int:
     where = "" if running.port == DEFAULT_PORT else f" --port {running.port}"
     again = f", started again: {', '.join(outcome.again)}" if outcome.again else ""
     print(f"{'up' if outcome.started else 'already up'} at {running.address}: {running.shards} shard(s){again}")
-    print(f"`kvcluster status{where}` shows it, `kvcluster down{where}` stops it")
+    shown = where + (f" --ca {config.security.ca_file}" if config.security.ca_file else "")
+    print(f"`kvcluster status{shown}` shows it, `kvcluster down{where}` stops it")
     for shard, trouble in outcome.trouble.items():
         print(f"kvcluster: {shard} is degraded: {trouble}", file=sys.stderr)
     return StatusExit.DEGRADED if outcome.trouble else StatusExit.AS_CONFIGURED
