@@ -28,13 +28,13 @@ def speaks_tls() -> bool:
 
 
 @cache
-def _credentials() -> Credentials:
-    return tls_credentials(ClientConfig())
+def _credentials(authority: str) -> Credentials:
+    return tls_credentials(ClientConfig(ca_file=authority))
 
 
 def shows(token: str | None) -> Credentials:
     """What a process with this token shows."""
-    return Credentials(token, _credentials().certificates)
+    return Credentials(token, _credentials(os.environ.get(CA_FILE, "")).certificates)
 
 
 def tcp_pages(address: str, token: str | None) -> TcpPages:
@@ -49,8 +49,8 @@ def channel(address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
 
 
 @cache
-def _context() -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=os.environ[CA_FILE])
+def _context(authority: str) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=authority)
 
 
 def dialled(address: str, timeout_s: float = 10.0) -> socket.socket:
@@ -64,7 +64,7 @@ def dialled_within(address: str, timeout_s: float = 10.0) -> socket.socket:
     if not speaks_tls():
         return connected
     try:
-        return _context().wrap_socket(connected, server_hostname=split_address(address)[0])
+        return _context(os.environ[CA_FILE]).wrap_socket(connected, server_hostname=split_address(address)[0])
     except BaseException:
         connected.close()
         raise
