@@ -11,7 +11,7 @@ Where clients show certificates, one whose URI names a tenant or an operator of 
 (transport/certificates.py). Shards show what the coordinator has issued to them (shard_credentials.py), which stands
 for no tenant.
 
-The file is read again when it changes (watched_file.py), so that tokens are added and revoked while the cluster runs.
+The file is read again when it changes (watched_files.py), so that tokens are added and revoked while the cluster runs.
 It is looked at when a caller is to be authenticated. A process that restarts while the file is unusable admits no
 client, and reports why.
 """
@@ -32,8 +32,8 @@ from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Caller, Epoch, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.audit_log import audited
-from kvcluster.runtime.watched_file import WatchedFile, read_guarded
 from kvcluster.transport.certificates import OPERATOR, SCHEME, SHARD, CertificateNames
+from kvcluster.watched_files import WatchedFiles, read_guarded
 
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NO_TENANT = Tenant("-")
@@ -77,10 +77,9 @@ class TokenFile:
         """Raises ConfigError if the file cannot be used now. `must_exist` is False for a process that restarts and has
         to serve the rest of the cluster in any case: then nothing is raised."""
         self._one_tenant = one_tenant
-        self._tokens: Tokens | None = None
-        self._file = WatchedFile(
-            path,
-            self._read,
+        self._file = WatchedFiles(
+            (path,),
+            lambda before: self._read(path, before),
             stays="The tokens that it had stay valid",
             again=lambda tokens: _taken(path, tokens),
             must_exist=must_exist,
@@ -98,16 +97,15 @@ class TokenFile:
         """Returns why the newest version of the file is not in use, as it could not be used; "" if it is."""
         return self._file.trouble()
 
-    def _read(self, path: str) -> Tokens:
+    def _read(self, path: str, before: Tokens | None) -> Tokens:
         tokens = read_token_file(path)
-        if self._tokens is None:
+        if before is None:
             self._one_tenant = self._one_tenant and tokens.tenant_count == 1
         elif self._one_tenant and tokens.tenant_count > 1:
             raise ConfigError(
                 f"the token file {path} now names several tenants, and this cluster shares memory with the "
                 "workers of one: restart it, or leave shm out of server.transports"
             )
-        self._tokens = tokens
         return tokens
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from kvcluster.core import limits
 from kvcluster.core.quotas import NO_QUOTAS, Quotas, parse_quotas
 from kvcluster.runtime.audit_log import audited
-from kvcluster.runtime.watched_file import LOOK_S, WatchedFile, read_guarded
 from kvcluster.transport.thread_start import start_thread
+from kvcluster.watched_files import LOOK_S, WatchedFiles, read_guarded
 
 
 class QuotaFile:
@@ -24,9 +24,9 @@ class QuotaFile:
         """Raises ConfigError if the file cannot be used now. `must_exist` is False for a process that restarts: then it
         has no quotas until the file can be used."""
         self._file = (
-            WatchedFile(
-                path,
-                read_quota_file,
+            WatchedFiles(
+                (path,),
+                lambda before: read_quota_file(path),
                 stays="The quotas that it had hold on",
                 again=lambda quotas: _taken(path, quotas),
                 must_exist=must_exist,

@@ -1,6 +1,6 @@
 """The certificates of a process: its own, and the authorities by which it verifies those of others.
 
-They are PEM files that are read again when they change, at most once in LOOK_S, so that certificates are renewed and
+They are PEM files that are read again when they change (watched_files.py), so that certificates are renewed and
 authorities replaced while everything runs: handshakes that follow use the new ones, and connections that are open go
 on. Files that cannot be used change nothing, as those of a pair that is being replaced: the last good ones hold.
 
@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import logging
 import os
 import select
 import socket
 import ssl
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -35,15 +33,12 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.watched_files import WatchedFiles, read_bounded
 
-log = logging.getLogger(__name__)
-
-LOOK_S = 1.0
 SCHEME = "kvcluster://"
 COORDINATOR, SHARD, OPERATOR, EVENTS = "coordinator", "shard", "operator", "events"
 TENANT = "tenant/"
 
-_PART_BYTES = 64 * 1024
 _DAY_S = 86_400
 WARNED_S = 14 * _DAY_S
 """How long before the end of a certificate its operator is told."""
@@ -98,8 +93,8 @@ class LoadedCertificates:
 
     def __init__(self, files: CertificateFiles, number: int) -> None:
         self.number = number
-        self.ca = _read(files.ca, "the authorities' file")
-        self.cert = _read(files.cert, "the certificate") if files.cert else None
+        self.ca, _ = _read(files.ca, "the authorities' file")
+        self.cert = _read(files.cert, "the certificate")[0] if files.cert else None
         self.key = _read_key(files.key) if files.key else None
         self.client = self._context(ssl.PROTOCOL_TLS_CLIENT, files)
         self.server = self.mutual = self.own = None
@@ -141,34 +136,30 @@ class Certificates:
 
     def __init__(self, files: CertificateFiles, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.files = files
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._why = ""
-        self._seen = self._state()
-        self._next_look = clock() + LOOK_S
-        self._loaded = LoadedCertificates(files, 1)
+        self._watched = WatchedFiles(
+            tuple(filter(None, files)),
+            lambda before: LoadedCertificates(files, 1 if before is None else before.number + 1),
+            stays="The certificates that were read before stay in use",
+            again=lambda loaded: f"the certificates were read again: {files.cert or files.ca}",
+            clock=clock,
+        )
 
     def now(self) -> LoadedCertificates:
         """Returns the certificates that are valid now."""
-        if self._clock() >= self._next_look and self._lock.acquire(blocking=False):
-            try:
-                self._next_look = self._clock() + LOOK_S
-                self._look()
-            finally:
-                self._lock.release()
-        return self._loaded
+        loaded = self._watched.value()
+        assert loaded is not None, "there are some, or the constructor has raised"
+        return loaded
 
     def trouble(self) -> str:
         """Returns why the newest version of the files is not in use, as it could not be used; "" if it is."""
-        self.now()
-        return f"{self._why}. The certificates that were read before stay in use" if self._why else ""
+        return self._watched.trouble()
 
     def warning(self, now_s: float) -> str:
         """Returns what an operator should do: if the newest files are not in use, or the certificate ends within
         WARNED_S of this Unix time; "" if nothing is to be done."""
         if trouble := self.trouble():
             return trouble
-        own = self._loaded.own
+        own = self.now().own
         left_s = own.expires_s - now_s if own is not None else WARNED_S
         if own is None or left_s >= WARNED_S:
             return ""
@@ -196,27 +187,6 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(
             _for_grpc(self.now()), newest, require_client_authentication=client_certificates
         )
-
-    def _state(self) -> object:
-        return tuple(_state_of(path) for path in self.files if path)
-
-    def _look(self) -> None:
-        """Reads the files if one of them is another than at the last look. Files that do not fit together are read
-        again at the next: whoever replaces them may be between two of them."""
-        state = self._state()
-        if state == self._seen:
-            return
-        try:
-            loaded = LoadedCertificates(self.files, self._loaded.number + 1)
-        except ConfigError as error:
-            if self._why != str(error):
-                log.error("%s. The certificates that were read before stay in use", error)
-            self._why = str(error)
-            return
-        if state != self._state():  # replaced meanwhile
-            return
-        self._seen, self._loaded, self._why = state, loaded, ""
-        log.info("the certificates were read again: %s", self.files.cert or self.files.ca)
 
 
 def own_name(certificates: Certificates | None, host: str) -> str:
@@ -414,32 +384,16 @@ def _verify_reason(error: ssl.SSLCertVerificationError) -> str:
     return str(error.verify_message).rstrip(".")
 
 
-def _state_of(path: str) -> object:
+def _read(path: str, what: str) -> tuple[bytes, os.stat_result]:
+    """Returns the content of a file of certificates, and what it is. Raises ConfigError if it cannot be read, is no
+    file or is too large."""
     try:
-        found = os.stat(path)
-    except (OSError, ValueError) as error:
-        return str(error)
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _read(path: str, what: str) -> bytes:
-    """Returns the content of a file of certificates. Raises ConfigError if it cannot be read, is no file or is too
-    large."""
-    try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise OSError("it is no file")
-            data = b""
-            while len(data) <= limits.CERTIFICATE_FILE_BYTES and (part := os.read(opened, _PART_BYTES)):
-                data += part
-        finally:
-            os.close(opened)
+        data, found = read_bounded(path, limits.CERTIFICATE_FILE_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {what} {path}: {_reason(error)}") from None
     if len(data) > limits.CERTIFICATE_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {limits.CERTIFICATE_FILE_BYTES} bytes")
-    return data
+    return data, found
 
 
 @contextmanager
@@ -456,7 +410,7 @@ def _in_memory(data: bytes) -> Iterator[str]:
 
 def _read_key(path: str) -> bytes:
     """As `_read`, of a key, which other users may not read."""
-    data = _read(path, "the key")
-    if os.stat(path).st_mode & (stat.S_IROTH | stat.S_IWOTH):
+    data, found = _read(path, "the key")
+    if found.st_mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigError(f"every user of this machine can read or write the key {path}: `chmod o-rw {path}`")
     return data

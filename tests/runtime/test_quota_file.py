@@ -17,7 +17,7 @@ from kvcluster.core.tiers import Tier
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.quota_file import QuotaFile, read_quota_file
-from kvcluster.runtime.watched_file import LOOK_S
+from kvcluster.watched_files import LOOK_S
 
 RED = Tenant("red")
 

@@ -19,7 +19,7 @@ from kvcluster.runtime.auth import (
     read_token_file,
     token_line,
 )
-from kvcluster.runtime.watched_file import LOOK_S
+from kvcluster.watched_files import LOOK_S
 
 SECRET = "between the actors"
 
