@@ -20,6 +20,7 @@ from benchmarks.checkout import module_command
 from benchmarks.transfer.worker import answer_requests, inherited_connection
 from kvcluster.cli.child_process import ChildProcess
 from kvcluster.errors import ConfigError
+from kvcluster.transport.addresses import split_address
 
 _CHUNK = 64 * 1024
 _QUEUE_S = 0.02
@@ -128,11 +129,10 @@ class LinkServer:
         return self._out.nbytes + self._back.nbytes
 
     def _accept(self, listening: socket.socket, address: str) -> None:
-        host, _, port = address.rpartition(":")
         while True:
             near, _ = listening.accept()
             try:
-                far = socket.create_connection((host.strip("[]"), int(port)))
+                far = socket.create_connection(split_address(address))
             except OSError:
                 near.close()
                 continue

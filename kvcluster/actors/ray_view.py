@@ -33,6 +33,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import ShardId
 from kvcluster.core.shard_scheduler import Node
 from kvcluster.runtime.volume import volumes_in
+from kvcluster.transport.addresses import host_of
 from kvcluster.transport.thread_start import start_thread
 
 HEAD_RESOURCE = "node:__internal_head__"
@@ -69,7 +70,7 @@ def nodes_of(shards: Mapping[str, str], seen: Mapping[str, str]) -> list[str]:
     """Returns the ids of the living nodes of these shards, which are given with their addresses. `seen`: the node of
     each actor that exists; that of a shard that has ended is found by its address."""
     by_host = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    hosts = {shard: address.rpartition(":")[0].strip("[]") for shard, address in shards.items()}
+    hosts = {shard: host_of(address) for shard, address in shards.items()}
     found = (seen.get(shard) or by_host.get(host) for shard, host in hosts.items())
     return list(dict.fromkeys(node for node in found if node))
 

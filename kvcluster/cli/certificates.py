@@ -28,9 +28,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvcluster.config import load
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.auth import TENANT
+from kvcluster.runtime.auth import check_tenant_name
+from kvcluster.transport.certificates import COORDINATOR, SCHEME, SHARD, TENANT
 
-_SERVERS = ("coordinator", "shard")
+_SERVERS = (COORDINATOR, SHARD)
 
 _BACKDATED = timedelta(minutes=5)
 """How far the clock of a verifier may be behind the one of the CA's machine."""
@@ -115,11 +116,8 @@ def subject_of(roles: Sequence[str], tenant: str | None, names: Sequence[str]) -
     address, or is missing for a server."""
     if ("tenant" in roles) != (tenant is not None):
         raise ConfigError("--role tenant and --tenant NAME belong together: give both or neither")
-    if tenant is not None and not TENANT.fullmatch(tenant):
-        raise ConfigError(
-            f"{tenant!r} is not a valid tenant name: use up to 64 letters, digits, '.', '_' and '-', "
-            "the first a letter or digit"
-        )
+    if tenant is not None:
+        check_tenant_name(tenant)
     servers = [role for role in roles if role in _SERVERS]
     if servers and not names:
         raise ConfigError(
@@ -127,7 +125,7 @@ def subject_of(roles: Sequence[str], tenant: str | None, names: Sequence[str]) -
         )
     if len(names) > _MOST_NAMES:
         raise ConfigError(f"{len(names)} names are more than the {_MOST_NAMES} of one certificate: issue several")
-    paths = [f"tenant/{tenant}" if role == "tenant" else role for role in roles]
+    paths = [f"{TENANT}{tenant}" if role == "tenant" else role for role in roles]
     return CertSubject(tuple(dict.fromkeys(paths)), tuple(dict.fromkeys(map(checked_name, names))))
 
 
@@ -186,7 +184,7 @@ def issued_subject(authority: CertAuthority, certificate: bytes) -> CertSubject:
             "another CA signed tls.crt, and this one would give its roles anew without having given them: renew it "
             "with its own CA, or `kvcluster certs issue` into another folder"
         )
-    prefix = f"kvcluster://{authority.cluster}/"
+    prefix = f"{SCHEME}{authority.cluster}/"
     roles = [uri.removeprefix(prefix) for uri in _uris(found) if uri.startswith(prefix)]
     if not roles:
         raise ConfigError(f"tls.crt has no role in cluster {authority.cluster}: `kvcluster certs issue` gives one")
@@ -300,7 +298,7 @@ def _alternatives(cluster: str, subject: CertSubject) -> Iterator[x509.GeneralNa
         except ValueError:
             yield x509.DNSName(name)
     for role in subject.roles:
-        yield x509.UniformResourceIdentifier(f"kvcluster://{cluster}/{role}")
+        yield x509.UniformResourceIdentifier(f"{SCHEME}{cluster}/{role}")
 
 
 def _pair(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> CertPair:

@@ -23,20 +23,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvcluster.cli.command_parser import positive
 from kvcluster.cli.text_page import TextPage, Tone, counted, print_figures
+from kvcluster.core import limits
 from kvcluster.errors import ConfigError
 from kvcluster.extras import needs
 from kvcluster.runtime.private_files import locked
+from kvcluster.transport.certificates import COORDINATOR, EVENTS, OPERATOR, SHARD
 
 if TYPE_CHECKING:
     from kvcluster.cli.certificates import CertAuthority, CertPair
 
-_ROLES = ("coordinator", "shard", "operator", "events", "tenant")
+_ROLES = (COORDINATOR, SHARD, OPERATOR, EVENTS, "tenant")
 _CA, _CA_KEY, _CERTIFICATE, _KEY = "ca.crt", "ca.key", "tls.crt", "tls.key"
 _NEW = ".new"
 _SECRET, _PUBLIC = 0o600, 0o644
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_MOST_BYTES = 1_048_576
-"""Of a file that is read: a ca.crt may be a bundle of all public CAs, which is 250 KiB."""
 
 _DESCRIPTION = """
 Makes the certificates by which the processes of a cluster know one another in TLS, with a small CA of its own. It is
@@ -361,11 +361,12 @@ def _read(path: Path, *, within: int | None = None, denied: int = 0) -> bytes:
         open(os.open(path if within is None else path.name, flags, dir_fd=within), "rb") as file,
     ):
         about = os.fstat(file.fileno())
-        data = file.read(_MOST_BYTES + 1) if stat.S_ISREG(about.st_mode) else b""
+        data = file.read(limits.CERTIFICATE_FILE_BYTES + 1) if stat.S_ISREG(about.st_mode) else b""
     if within is not None and about.st_nlink > 1:
         raise ConfigError(f"{path} has other names, of other folders: copy it here and remove this one")
-    if not 0 < len(data) <= _MOST_BYTES:
-        raise ConfigError(f"{path} is no file of 1 to {_MOST_BYTES} bytes: give a certificate or key in PEM")
+    most = limits.CERTIFICATE_FILE_BYTES
+    if not 0 < len(data) <= most:
+        raise ConfigError(f"{path} is no file of 1 to {most} bytes: give a certificate or key in PEM")
     if about.st_mode & denied:
         who = "go" if denied & stat.S_IRWXG else "o"
         raise ConfigError(f"other users of this machine can use {path}: `chmod {who}-rwx {path}`")

@@ -15,7 +15,7 @@ from kvcluster.config import ENCRYPTIONS, ClientConfig
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.transfers.coordinator_client import GrpcPort, expect
-from kvcluster.transport.addresses import check_address
+from kvcluster.transport.addresses import check_address, split_address
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.credentials import CA_FILE, CERT_FILE, KEY_FILE, Credentials, client_credentials
 from kvcluster.transport.listener import check_is_ours
@@ -165,9 +165,8 @@ def check_listens(address: str, wait_ms: int) -> None:
     """Raises Unreachable if it is known at once that nothing listens at `address` (host:port), because the connection
     is refused or the host has no address; ConfigError if it is no address. gRPC would try again until the deadline."""
     check_address(address)
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=wait_ms / 1e3).close()
+        socket.create_connection(split_address(address), timeout=wait_ms / 1e3).close()
     except ConnectionRefusedError:
         raise Unreachable(f"nothing listens at {address}") from None
     except socket.gaierror as error:

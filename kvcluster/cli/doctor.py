@@ -39,10 +39,10 @@ from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.memory import native
 from kvcluster.transfers.coordinator_client import GrpcPort
-from kvcluster.transport.addresses import host_of, split_address
+from kvcluster.transport.addresses import split_address
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
-from kvcluster.transport.certificates import COORDINATOR, SHARD, examine_server
+from kvcluster.transport.certificates import COORDINATOR, DAY_S, SHARD, examine_server
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.path_selector import Opener, not_offered, not_taken, opened, said, try_path
@@ -159,7 +159,7 @@ def _examine_tls(address: str, credentials: Credentials, role: str) -> dict[str,
     """Returns what a server shows within TLS, or why it shows nothing that is accepted; None in the clear."""
     if credentials.certificates is None:
         return None
-    name = credentials.server_name or host_of(address)
+    name = credentials.name_at(address)
     found: dict[str, Any] = {"name": name, "version": None, "cipher": None, "days_left": None, "names": [], "why": None}
     try:
         connected = socket.create_connection(split_address(address), timeout=PATIENCE_MS / 1e3)
@@ -171,7 +171,7 @@ def _examine_tls(address: str, credentials: Credentials, role: str) -> dict[str,
     return found | {
         "version": shown.version,
         "cipher": shown.cipher,
-        "days_left": int((shown.names.expires_s - time.time()) / 86_400),
+        "days_left": int((shown.names.expires_s - time.time()) / DAY_S),
         "names": names,
     }
 

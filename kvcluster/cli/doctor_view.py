@@ -7,6 +7,7 @@ from typing import Any
 from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
 from kvcluster.config import size_text
+from kvcluster.transport.certificates import DAY_S, WARNED_S
 
 _TO_DO = "what to do: "
 
@@ -49,9 +50,6 @@ def _add_coordinator(page: TextPage, found: dict[str, Any]) -> None:
         page.say(line, label="never shared: ", tone=Tone.WARNING)
 
 
-_WARNED_DAYS = 14
-
-
 def _add_tls(page: TextPage, found: dict[str, Any]) -> None:
     """Adds what the coordinator and the shards show within TLS, a line for those that show the same."""
     shown = {"coordinator": found["tls"]} | {shard["shard"]: shard["tls"] for shard in found["shards"]}
@@ -68,7 +66,7 @@ def _tls_text(tls: dict[str, Any]) -> tuple[str, Tone]:
         return tls["why"], Tone.BAD
     days = tls["days_left"]
     text = f"{tls['version']}, {tls['cipher']}, verified as {tls['name']}, {counted(days, 'day')} left"
-    if days >= _WARNED_DAYS:
+    if days * DAY_S >= WARNED_S:
         return text, Tone.GOOD
     return f"{text}: replace its certificate, which is then read again (`kvcluster certs renew`)", Tone.WARNING
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing, suppress
 
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.private_files import private_folder
-from kvcluster.transport.addresses import check_address, host_of
+from kvcluster.transport.addresses import check_address, host_of, split_address
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.certificates import COORDINATOR, Certificates, connect_tls
 from kvcluster.transport.listener import bound_socket
@@ -42,8 +42,7 @@ class EventTunnel:
         self._certificates, self._name = certificates, server_name or host_of(self._publisher)
         self._house = ExitStack()
         if local:
-            host, _, port = _address(local).rpartition(":")
-            self._listening = bound_socket(host.strip("[]"), int(port), "the local endpoint")
+            self._listening = bound_socket(*split_address(_address(local)), "the local endpoint")
             self.endpoint = local
         else:
             path = self._house.enter_context(private_folder("kvcluster-events-")).path / "tunnel"
@@ -106,8 +105,7 @@ class EventTunnel:
                 del self._open[near]
 
     def _connected(self) -> ssl.SSLSocket:
-        host, _, port = self._publisher.rpartition(":")
-        connected = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_MS / 1e3)
+        connected = socket.create_connection(split_address(self._publisher), timeout=_CONNECT_MS / 1e3)
         deadline = Deadline.after_ms(_CONNECT_MS)
         return connect_tls(connected, self._name, self._certificates, deadline, role=COORDINATOR)
 

@@ -6,6 +6,7 @@ Time is integer nanoseconds on the clock of the process that reads it; it never 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NewType
 
@@ -19,6 +20,9 @@ NamespaceId = NewType("NamespaceId", bytes)
 
 Tenant = NewType("Tenant", str)
 """Derived by the server from the caller's credential, never read from the caller's message."""
+
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""What operators may call a tenant, in files of tokens and quotas and in certificates."""
 
 CLUSTER = Tenant("")
 """The tenant of requests from a shard of this cluster, which acts for every tenant. No client credential maps to it."""

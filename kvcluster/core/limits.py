@@ -395,7 +395,8 @@ SHARD_CREDENTIALS = 16_384
 """Incarnations of shards to which the coordinator has issued credentials: more than start within the time of one."""
 
 CERTIFICATE_FILE_BYTES = 1024 * 1024
-"""A file of authorities, or of a certificate and its chain: some hundred certificates."""
+"""A file of authorities, or of a certificate and its chain: all public authorities are 250 KiB."""
+
 QUOTA_FILE_BYTES = 1024 * 1024
 """The quotas of QUOTA_TENANTS tenants, with all keys."""
 

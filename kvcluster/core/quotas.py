@@ -14,13 +14,12 @@
 
 Bytes of a tier are those of the whole cluster, as tenants are charged for them (coordinator/tenant_floors.py): replicas
 that the policy made are charged to no tenant. `parse_quotas` is the only way from text to Quotas; it checks everything,
-and names the key that is wrong. What the numbers do is decided elsewhere: coordinator/tenant_quotas.py for what is
+and names the key that is wrong. What the numbers do is decided elsewhere: coordinator/tenant_limits.py for what is
 stored, token_bucket.py for rates.
 """
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -28,7 +27,7 @@ from typing import Any
 
 from kvcluster.config import size
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import TENANT_NAME, Tenant
 from kvcluster.core.tiers import Tier
 from kvcluster.errors import ConfigError
 
@@ -45,7 +44,6 @@ MOST_RATE = 10**9
 MOST_NUMBER = 2**53
 """Larger numbers are a mistake: this many bytes are 8 PiB."""
 
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TIERS = {tier.name.lower(): tier for tier in Tier}
 
 
@@ -134,7 +132,7 @@ def _parsed(text: str) -> Quotas:
         raise ConfigError(f"quota file: {len(tables)} tenants; at most {limits.QUOTA_TENANTS} may have a table")
     tenants: dict[Tenant, TenantQuota] = {}
     for name, table in tables.items():
-        if not _TENANT.fullmatch(name):
+        if not TENANT_NAME.fullmatch(name):
             raise ConfigError(
                 f"quota file: {name!r} is no name of a tenant: use up to 64 letters, digits, '.', '_' and '-'; write a "
                 "name with dots in quotes"

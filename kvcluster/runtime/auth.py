@@ -29,13 +29,12 @@ from typing import NamedTuple
 from kvcluster.config import TLS, Config
 from kvcluster.config.ports import is_loopback
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Caller, Epoch, Tenant
+from kvcluster.core.ids import CLUSTER, TENANT_NAME, Caller, Epoch, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.audit_log import audited
 from kvcluster.transport.certificates import OPERATOR, SCHEME, SHARD, CertificateNames
 from kvcluster.watched_files import WatchedFiles, read_guarded
 
-TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NO_TENANT = Tenant("-")
 """Of an operator's token that stands for no tenant. No tenant has this name."""
 
@@ -43,7 +42,7 @@ COMMANDS = frozenset({"Ping", "GetStatus", "GetEngines", "GetNamespaces", "GetPi
 """The coordinator's methods that a token of NO_TENANT may call."""
 
 _REVOKED = re.compile(r"revoked\s+sha256:([0-9a-f]{64})")
-_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT.pattern})(\s+operator)?|-\s+operator)")
+_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT_NAME.pattern})(\s+operator)?|-\s+operator)")
 
 
 class Tokens(NamedTuple):
@@ -249,7 +248,7 @@ class Authenticator:
             raise CredentialError("this client's certificate was revoked; ask the operator of the cluster for another")
         if shown.has_role(self._cluster, SHARD):
             return Caller(CLUSTER, internal=True)
-        tenants = [name for name in shown.tenants(self._cluster) if TENANT.fullmatch(name)]
+        tenants = [name for name in shown.tenants(self._cluster) if TENANT_NAME.fullmatch(name)]
         operator = shown.has_role(self._cluster, OPERATOR)
         if len(tenants) > 1 or not (tenants or operator):
             raise CredentialError(
@@ -297,16 +296,22 @@ def new_token() -> str:
     return token
 
 
+def check_tenant_name(tenant: str) -> None:
+    """Raises ConfigError unless a tenant may have this name."""
+    if not TENANT_NAME.fullmatch(tenant):
+        raise ConfigError(
+            f"{tenant!r} is not a valid tenant name: use up to 64 letters, digits, '.', '_' and '-', "
+            "the first a letter or digit"
+        )
+
+
 def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
     """Returns the line of a token file that admits this token; that of an `operator` may be NO_TENANT's. Raises
     ConfigError if `tenant` is not a valid tenant name."""
     # The tenant is checked separately: the tenant name `a operator` would make a valid line, and grant operator rights
     # that were never intended.
-    if not TENANT.fullmatch(tenant) and not (operator and tenant == NO_TENANT):
-        raise ConfigError(
-            f"{tenant!r} is not a valid tenant name: use up to 64 letters, digits, '.', '_' and '-', "
-            "the first a letter or digit"
-        )
+    if not (operator and tenant == NO_TENANT):
+        check_tenant_name(tenant)
     return f"sha256:{digest(token)}  {tenant}" + ("  operator" if operator else "")
 
 

@@ -28,6 +28,7 @@ from kvcluster.extras import install
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
+from kvcluster.transport.byte_streams import shut_down
 from kvcluster.transport.certificates import Certificates, accepting
 from kvcluster.transport.listener import Descriptors, first_free
 from kvcluster.transport.thread_start import start_thread
@@ -250,7 +251,7 @@ class _Server(ThreadingMixIn, TCPServer):
 def _end(request: socket.socket) -> None:
     """Wakes the thread that reads from this connection or writes to it; that thread closes it."""
     with suppress(OSError):
-        socket.socket.shutdown(request, socket.SHUT_RDWR)  # that of a TLS socket would take TLS off first
+        shut_down(request, socket.SHUT_RDWR)
 
 
 class _Handler(BaseRequestHandler):

@@ -132,3 +132,9 @@ def stream_of(connected: socket.socket) -> ByteStream:
     if isinstance(connected, ssl.SSLSocket):
         return TlsStream(connected)
     return UnixStream(connected) if connected.family == socket.AF_UNIX else PlainStream(connected)
+
+
+def shut_down(connected: socket.socket, how: int) -> None:
+    """Shuts a socket down below TLS, if it speaks that: its own method would take TLS off first, and a thread that is
+    sending could send in the clear. Raises OSError if it is not connected any more."""
+    socket.socket.shutdown(connected, how)

@@ -39,8 +39,8 @@ SCHEME = "kvcluster://"
 COORDINATOR, SHARD, OPERATOR, EVENTS = "coordinator", "shard", "operator", "events"
 TENANT = "tenant/"
 
-_DAY_S = 86_400
-WARNED_S = 14 * _DAY_S
+DAY_S = 86_400
+WARNED_S = 14 * DAY_S
 """How long before the end of a certificate its operator is told."""
 
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -164,7 +164,7 @@ class Certificates:
         if own is None or left_s >= WARNED_S:
             return ""
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(own.expires_s))
-        ends = f"ends in {left_s / _DAY_S:.0f} days, at {when}" if left_s > 0 else f"has ended, at {when}"
+        ends = f"ends in {left_s / DAY_S:.0f} days, at {when}" if left_s > 0 else f"has ended, at {when}"
         return f"the certificate {self.files.cert} {ends}: replace the files, which are then read again"
 
     def channel(self) -> grpc.ChannelCredentials:
@@ -318,7 +318,7 @@ def accepting(connected: socket.socket, certificates: Certificates, *, mutual: b
     return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
 
 
-def certificate_of(connected: ssl.SSLSocket) -> CertificateNames | None:
+def certificate_of(connected: ssl.SSLSocket | ssl.SSLObject) -> CertificateNames | None:
     """Returns the names of the certificate that the other side has shown; None if it has shown none."""
     der = connected.getpeercert(binary_form=True)
     return names_of(connected.getpeercert() or {}, der) if der else None
@@ -370,7 +370,7 @@ def _try(server: ssl.SSLContext, client: ssl.SSLContext, files: CertificateFiles
         ) from None
     except ssl.SSLError as error:
         raise ConfigError(f"{files.cert} serves no TLS handshake: {_reason(error)}") from None
-    return names_of(sides[0].getpeercert() or {}, sides[0].getpeercert(binary_form=True) or b"")
+    return certificate_of(sides[0]) or CertificateNames()
 
 
 def _reason(error: OSError | ValueError) -> str:

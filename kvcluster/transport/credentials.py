@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvcluster.config import NETWORK, NO_ENCRYPTION, TLS, ClientConfig
 from kvcluster.core.messages import ShardAddress
 from kvcluster.errors import ConfigError
-from kvcluster.transport.addresses import check_address, is_on_loopback
+from kvcluster.transport.addresses import check_address, host_of, is_on_loopback
 
 if TYPE_CHECKING:
     from kvcluster.transport.certificates import Certificates
@@ -31,6 +31,10 @@ class Credentials:
     token: str | None = None
     certificates: Certificates | None = None
     server_name: str = ""
+
+    def name_at(self, address: str) -> str:
+        """Returns the name or address that the certificate of the server at this address must have."""
+        return self.server_name or host_of(address)
 
     def for_shard(self, shard: ShardAddress) -> Credentials:
         """Returns those for connections to one shard."""

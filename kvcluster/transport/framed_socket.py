@@ -24,9 +24,8 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.transport.addresses import host_of
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.byte_streams import ENDED, stream_of
+from kvcluster.transport.byte_streams import ENDED, shut_down, stream_of
 from kvcluster.transport.certificates import (
     CertificateNames,
     Certificates,
@@ -199,13 +198,13 @@ class FramedSocket:
         """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
         self._is_shut = True
         with contextlib.suppress(OSError):
-            _shutdown(self._socket, socket.SHUT_RDWR)
+            shut_down(self._socket, socket.SHUT_RDWR)
 
     def shutdown_read(self) -> None:
         """Receives no more than has arrived already; sending still works. Any thread may call."""
         self._ending = 0  # from here on POLLRDHUP would also report this side's own shutdown
         with contextlib.suppress(OSError):
-            _shutdown(self._socket, socket.SHUT_RD)
+            shut_down(self._socket, socket.SHUT_RD)
 
     def end_with(self, process: int) -> None:
         """Takes ownership of a descriptor of the other side's process: its end ends the stream, even if another process
@@ -345,12 +344,6 @@ class Incoming:
         self._link.wait_readable(self._deadline, self._left)
 
 
-def _shutdown(connected: socket.socket, how: int) -> None:
-    """Shuts the socket down below TLS. The method of a TLS socket would take TLS off first, and a thread that is
-    sending could send in the clear."""
-    socket.socket.shutdown(connected, how)
-
-
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
     """Returns what is left of these buffers after `sent` bytes."""
     for at, buffer in enumerate(buffers):
@@ -389,8 +382,7 @@ def dial(
     Raises Unavailable, CredentialError or ProtocolError, and closes the socket.
     """
     if credentials.certificates is not None and connected.family != socket.AF_UNIX:
-        name = credentials.server_name or host_of(peer)
-        connected = connect_tls(connected, name, credentials.certificates, deadline)
+        connected = connect_tls(connected, credentials.name_at(peer), credentials.certificates, deadline)
     link = FramedSocket(connected, peer, version)
     try:
         link.send(FrameKind.HELLO, (credentials.token or "").encode(), deadline)

@@ -41,7 +41,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
-from kvcluster.transport.addresses import host_of
+from kvcluster.transport.addresses import split_address
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.certificates import CertificateNames, Certificates, check_server, speaks_tls
 from kvcluster.transport.credentials import Credentials
@@ -338,9 +338,10 @@ def check_is_ours(address: str, credentials: Credentials, wait_s: float) -> None
     if credentials.certificates is not None:
         connected = _dialled(address, wait_s)
         if connected is not None:
-            name = credentials.server_name or host_of(address)
             with suppress(Unavailable):
-                check_server(connected, name, credentials.certificates, Deadline.after_ms(wait_s * 1e3))
+                check_server(
+                    connected, credentials.name_at(address), credentials.certificates, Deadline.after_ms(wait_s * 1e3)
+                )
         return
     said = _answer(address, wait_s)
     if not said and (connected := _dialled(address, wait_s)) is not None:
@@ -364,9 +365,8 @@ def check_is_ours(address: str, credentials: Credentials, wait_s: float) -> None
 
 def _dialled(address: str, wait_s: float) -> socket.socket | None:
     """Returns a connection to that address; None if none could be made."""
-    host, _, port = address.rpartition(":")
     with suppress(OSError):
-        return socket.create_connection((host.strip("[]"), int(port)), timeout=wait_s)
+        return socket.create_connection(split_address(address), timeout=wait_s)
     return None
 
 

@@ -27,7 +27,7 @@ from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.memory.arena import Staging
 from kvcluster.memory.region import address_of
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.transport.addresses import check_address, host_and_port
+from kvcluster.transport.addresses import check_address, host_and_port, split_address
 from kvcluster.transport.attend_session import SpanResults, ask_to_attend, serve_attend_frames
 from kvcluster.transport.base import (
     Deadline,
@@ -194,9 +194,8 @@ def _stage_bytes(heads: Sequence[RecordHead]) -> int:
 
 
 def _connected(address: str, deadline: Deadline) -> socket.socket:
-    host, _, port = address.rpartition(":")
     try:
-        connected = socket.create_connection((host.strip("[]"), int(port)), timeout=deadline.remaining_s() or 1e-3)
+        connected = socket.create_connection(split_address(address), timeout=deadline.remaining_s() or 1e-3)
     except TimeoutError:
         raise Unavailable(Miss(MissReason.DEADLINE, f"{address}: it does not answer")) from None
     except OSError as error:

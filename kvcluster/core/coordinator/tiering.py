@@ -211,7 +211,9 @@ class Tiering:
     def _fits_limit(self, rooms: dict[tuple[Tenant, Tier], int | None], tenant: Tenant, to: Tier, nbytes: int) -> bool:
         """Whether a tenant may have so many bytes more there; then takes them from its room in `rooms`. A block beyond
         the limit of its tenant would be demoted by the next order."""
-        room = rooms.setdefault((tenant, to), self._state.limits.room(tenant, to))
+        if (tenant, to) not in rooms:
+            rooms[tenant, to] = self._state.limits.room(tenant, to)
+        room = rooms[tenant, to]
         if room is None:
             return True
         if nbytes > room:
