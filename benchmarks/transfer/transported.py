@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.specs import CALL_MS, PASSING_ADAPTER, batch_spec
 from benchmarks.transfer.worker import Path, Work
-from kvcluster.core.ids import HASH_BYTES, BlockHash, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import HASH_BYTES, BlockHash, Caller, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Loss
 from kvcluster.errors import KVClusterError
@@ -169,8 +169,8 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
         admit_all = Authenticator(None, os.urandom(16).hex())
         servers: dict[str, Any] = {
             "grpc": GrpcServer(handlers, admit_all, "127.0.0.1", 0, threads=16),
-            "tcp": TcpServer(host, lambda _: _TENANT, "127.0.0.1"),
-            "shm": ShmServer(host, lambda _: _TENANT),
+            "tcp": TcpServer(host, lambda _: Caller(_TENANT), "127.0.0.1"),
+            "shm": ShmServer(host, lambda _: Caller(_TENANT)),
         }
         kept = work.pages * work.clients * len(paths)
         purger = cluster.client(batch_spec(work.page_bytes, 1), tenant=_TENANT)

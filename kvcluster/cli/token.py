@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
         description=_DESCRIPTION,
         examples=[
             "kvcluster token --tenant team-a",
+            "kvcluster token --tenant team-a --read-only",
             "kvcluster token --operator",
             "kvcluster token --secret --to /etc/kvcluster/secret",
         ],
@@ -44,6 +45,11 @@ def add(commands: Any) -> None:
         "runs such commands alone, and stands for no tenant",
     )
     token.add_argument(
+        "--read-only",
+        action="store_true",
+        help="let the bearer look up and load the tenant's blocks, and store nothing",
+    )
+    token.add_argument(
         "--to",
         metavar="FILE",
         help="write the secret, or the token without its line, to a new file of mode 0600 (default: print it)",
@@ -53,10 +59,11 @@ def add(commands: Any) -> None:
 
 
 def _token(options: argparse.Namespace) -> int:
-    if options.secret == bool(options.tenant or options.operator):
-        raise ConfigError("give --tenant NAME, --operator or both, or --secret alone")
+    if options.secret == bool(options.tenant or options.operator) or (options.read_only and not options.tenant):
+        raise ConfigError("give --tenant NAME, --operator or both, or --secret alone; --read-only needs --tenant")
     secret = new_token()
-    line = "" if options.secret else token_line(secret, options.tenant or NO_TENANT, operator=options.operator)
+    rights = {"operator": options.operator, "read_only": options.read_only}
+    line = "" if options.secret else token_line(secret, options.tenant or NO_TENANT, **rights)
     if options.to:
         _write(options.to, secret)
         print(json.dumps({"file": options.to, "line": line}) if options.json else line or f"wrote {options.to}")

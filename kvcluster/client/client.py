@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ from kvcluster.sequences.client_calls import SequenceCalls
 from kvcluster.sequences.opener import SequenceOpener
 from kvcluster.sequences.resources import sequence_resources, unused_set
 from kvcluster.transfers.bound_memory import bind
-from kvcluster.transfers.coordinator_client import CoordinatorClient, CoordinatorPort
+from kvcluster.transfers.coordinator_client import CoordinatorClient, CoordinatorPort, NothingStored
 from kvcluster.transfers.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.transfers.layouts import (
     check_connect,
@@ -100,17 +101,18 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         part: Part | Mapping[int, Part] | None = None,
         config: ClientConfig | None = None,
         token: str | None = None,
+        reads: str | None = None,
         address: str = "",
     ) -> None:
-        """`token`: the credential by which tickets are sealed; the same that `port` and transports use. `address`: that
-        of the cluster, to be shown."""
+        """`token`: the credential by which tickets are sealed; the same that `port` and transports use. `reads`: as in
+        `connect`. `address`: that of the cluster, to be shown."""
         self._config = client_config(config)
-        check_connect(spec, token)
+        owner = check_connect(spec, token, reads)
         self._process, self.spec, self.parts = OwnProcess(), spec, parts_of(spec, part)
-        self._control = CoordinatorClient(port)
+        self._control = CoordinatorClient(port, owner)
         lock = threading.RLock()  # guards the decisions of plans and health: never held during I/O or copies
         health = ShardHealth(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
-        self._shards, self._attempt = ShardConnections(open_transport, health, lock), own_attempts()
+        self._shards, self._attempt = ShardConnections(open_transport, health, lock, owner=owner), own_attempts()
         self._tickets = Tickets(self._control, self._attempt, TicketSeal(token))
         asked = self._control, self._shards, health, lock, self.parts
         self._transfers = TransferQueue(*asked, next_attempt=self._attempt, config=self._config)
@@ -149,7 +151,8 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
     def attach(self, deadline: Deadline) -> None:
         """Registers the spec with the coordinator. Otherwise the first call does so; `connect` does it to fail early.
         Raises Unavailable (an Unreachable) if the coordinator does not answer."""
-        self._control.attach(self.spec, deadline)
+        with suppress(NothingStored):
+            self._control.attach(self.spec, deadline)
 
     def warm_up(self, *, deadline_ms: float | None = None) -> None:
         """Opens the connection to every shard that is up before the first load or store. Failures are ignored."""
@@ -233,6 +236,12 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
     def takes_device_tensors(self) -> bool:
         """Whether loads and stores take tensors on a CUDA device (`ClientConfig.device_staging_bytes`)."""
         return size(self._config.device_staging_bytes) > 0
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it only looks up and loads, because its token is read-only or it `reads` the KV of another tenant. A
+        call that would change something raises CallerError then. False until the cluster has answered."""
+        return self._control.read_only
 
     @property
     def wants_tokens(self) -> bool:
@@ -430,6 +439,7 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         return Need(self.parts if parts is None else tuple(parts), accept)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
+        self._control.check_may_store()
         return self._control.require(Purged, message, self._call(deadline_ms), "blocks may remain; call again").blocks
 
     def _hash(self, prompt: Prompt | TokenIds, deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:

@@ -42,6 +42,7 @@ def connect(
     *,
     token: str | None = None,
     part: Part | Mapping[int, Part] | None = None,
+    reads: str | None = None,
     config: ClientConfig | None = None,
 ) -> Client:
     """Returns a client, for one spec, of the cluster whose coordinator listens at `address` ("host:port").
@@ -52,6 +53,8 @@ def connect(
     `token` is the credential, None for a cluster without tokens or for a client with a certificate of its own. It is
     sent after the coordinator has shown a certificate of its name by `config.ca_file` (docs/security.md); in the clear
     only to loopback, or if `config.encryption` says so. `part` is what this worker holds of every group (see Client).
+    `reads` names a tenant whose KV the client reads instead of its own tenant's, if the operator has granted that
+    (docs/security.md); such a client stores nothing.
     `config` has deadlines and limits (ClientConfig); it waits up to `config.connect_ms` for a server.
 
     Raises ConfigError for an invalid address or setting, Unreachable if nothing answers in time, CredentialError for a
@@ -60,14 +63,14 @@ def connect(
     connects again: it cannot use its parent's client.
     """
     config = client_config(config)
-    check_connect(spec, token)
+    check_connect(spec, token, reads)
     here = served_here(address)
     credentials = client_credentials(address, token, config) if here is None else ANONYMOUS
     port = GrpcPort(Connection(address, credentials)) if here is None else here.port(token)
     deadline = Deadline.after_ms(config.connect_ms)
     try:
         open_transport = _opener(credentials, config) if here is None else here.opener(token)
-        client = Client(port, open_transport, spec, part=part, config=config, token=token, address=address)
+        client = Client(port, open_transport, spec, part=part, config=config, token=token, reads=reads, address=address)
     except BaseException:
         port.close()
         raise

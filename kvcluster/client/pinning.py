@@ -170,6 +170,7 @@ class PinCalls:
         """Ends the pin of a prompt, so that it can be evicted again. Of a PinnedPrefix, which `pins` lists, blocks that
         another pinned prefix has too stay pinned. Raises CallerError for one of another tenant."""
         if isinstance(prompt, PinnedPrefix):
+            self._control.check_may_store()
             return unpin_prefix(self._control, prompt, self._call(deadline_ms))
         return self._pin(UnpinBlocks, prompt, deadline_ms)
 
@@ -188,6 +189,7 @@ class PinCalls:
         deadline_ms: float | None,
     ) -> Pinned:
         deadline = self._call(deadline_ms)
+        self._control.check_may_store()
         spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
             return Pinned(0, 0, miss)

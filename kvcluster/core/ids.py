@@ -32,13 +32,16 @@ CLUSTER = Tenant("")
 class Caller:
     """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants;
     `epoch`: its incarnation, None for one that has no credential of its own yet and may ask for one.
-    `operator`: may make calls that affect all tenants. `version`: of the protocol, as agreed on with this caller."""
+    `operator`: may make calls that affect all tenants. `read_only`: stores and removes nothing. `reads`: the tenants
+    whose KV it may read besides its own tenant's. `version`: of the protocol, as agreed on with this caller."""
 
     tenant: Tenant
     internal: bool = False
     operator: bool = False
     version: int = PROTOCOL_VERSION
     epoch: Epoch | None = None
+    read_only: bool = False
+    reads: frozenset[Tenant] = frozenset()
 
 
 ShardId = NewType("ShardId", str)

@@ -83,12 +83,12 @@ class InProcessCluster(InProcessHosts):
 
     def port(self, token: str | None) -> CoordinatorPort:
         """As ServedHere."""
-        self._auth.tenant(token)
+        self._auth.worker(token)
         return self.port_of(partial(self._auth.caller, token))
 
     def opener(self, token: str | None) -> OpenTransport:
         """As ServedHere."""
-        return self.opener_of(self._auth.tenant(token))
+        return self.opener_of(self._auth.worker(token))
 
     def pids(self) -> list[int]:
         """Returns the id of this process."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
-from kvcluster.core.ids import CLUSTER, Caller, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Caller, Epoch, NamespaceId, ShardId
 from kvcluster.core.messages import (
     CoordinatorQuestion,
     Inventory,
@@ -23,6 +23,7 @@ from kvcluster.core.messages import (
     Report,
     Request,
     ShardAddress,
+    request_of,
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.release import __version__
@@ -53,10 +54,7 @@ class _Port:
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         deadline.check()  # a core that answers at once would not check it
-        caller = self._caller()
-        request = partial(
-            Request, tenant=caller.tenant, namespace=namespace, question=question, operator=caller.operator
-        )
+        request = partial(request_of, self._caller(), namespace=namespace, question=question)
         began = time.monotonic()
         try:
             return self._hosts.running_coordinator().ask(request, deadline.remaining_s())
@@ -90,14 +88,14 @@ class InProcessHosts:
         """Returns a connection to the coordinator for this caller."""
         return _Port(self, caller)
 
-    def opener_of(self, tenant: Tenant) -> OpenTransport:
-        """Returns a function that opens that tenant's transports to shards."""
+    def opener_of(self, caller: Caller) -> OpenTransport:
+        """Returns a function that opens that caller's transports to shards."""
 
         def open_transport(shard: ShardAddress) -> Transport:
             host = self._shards.get(shard.shard)
             if host is None or host.core.epoch != shard.epoch:
                 raise _lost()
-            return MemoryTransport(host, tenant)
+            return MemoryTransport(host, caller)
 
         return open_transport
 
@@ -134,7 +132,7 @@ class InProcessHosts:
             config,
             process=self._process,
             tell=self._tell,
-            open_source=self.opener_of(CLUSTER),
+            open_source=self.opener_of(Caller(CLUSTER, internal=True)),
             on_end=partial(self.shard_left, shard),
         )
         self._shards[shard] = host

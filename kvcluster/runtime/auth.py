@@ -4,8 +4,10 @@ A token file has one line for each credential, `sha256:<hex digest of the token>
 begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
 bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
 of its own tenant only. An operator's line may have `-` in place of a tenant: its bearer runs the commands of COMMANDS
-and nothing else, and is not counted among the tenants. A line `revoked  sha256:<fingerprint>` has the client
-certificate with that fingerprint refused, whatever it names.
+and nothing else, and is not counted among the tenants. A line that ends in `read-only` is of a token whose bearer looks
+up and loads, and stores nothing. A line `grant  <tenant>  reads  <owner>` lets all of a tenant, or of every tenant (*),
+read the KV of another, besides its own. A line `revoked  sha256:<fingerprint>` has the client certificate with that
+fingerprint refused, whatever it names.
 
 Where clients show certificates, one whose URI names a tenant or an operator of this cluster needs no token
 (transport/certificates.py). Shards show what the coordinator has issued to them (shard_credentials.py), which stands
@@ -42,20 +44,41 @@ COMMANDS = frozenset({"Ping", "GetStatus", "GetEngines", "GetNamespaces", "GetPi
 """The coordinator's methods that a token of NO_TENANT may call."""
 
 _REVOKED = re.compile(r"revoked\s+sha256:([0-9a-f]{64})")
-_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT_NAME.pattern})(\s+operator)?|-\s+operator)")
+_GRANT = re.compile(rf"grant\s+({TENANT_NAME.pattern}|\*)\s+reads\s+({TENANT_NAME.pattern})")
+_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT_NAME.pattern})(?:\s+(operator|read-only))?|-\s+(operator))")
+_EVERYONE = "*"
 
 
 class Tokens(NamedTuple):
-    """The content of a token file: digest -> tenant, and the digests that are operators'. `revoked`: fingerprints of
-    client certificates."""
+    """The content of a token file: digest -> tenant, and the digests that are operators' and that are read-only.
+    `revoked`: fingerprints of client certificates. `grants`: the tenants whose KV a tenant, or everyone, may read."""
 
     tenants: dict[str, Tenant]
     operators: frozenset[str]
     revoked: frozenset[str] = frozenset()
+    read_only: frozenset[str] = frozenset()
+    grants: Mapping[str, frozenset[Tenant]] = {}
 
     @property
     def tenant_count(self) -> int:
         return len({*self.tenants.values()} - {NO_TENANT})
+
+    def reads_of(self, tenant: Tenant) -> frozenset[Tenant]:
+        """Returns the tenants whose KV this one may read besides its own."""
+        granted = [self.grants[name] for name in (tenant, _EVERYONE) if name in self.grants]
+        return frozenset().union(*granted) - {tenant} if tenant != NO_TENANT else frozenset()
+
+    def caller(self, hashed: str) -> Caller | None:
+        """Returns the bearer of the token with this digest; None if the file has none."""
+        tenant = self.tenants.get(hashed)
+        if tenant is None:
+            return None
+        return Caller(
+            tenant,
+            operator=hashed in self.operators,
+            read_only=hashed in self.read_only,
+            reads=self.reads_of(tenant),
+        )
 
 
 class TokenFile:
@@ -123,7 +146,8 @@ def read_token_file(path: str) -> Tokens:
 def parse_tokens(text: str) -> Tokens:
     """Parses the text of a token file. Raises ConfigError that names the faulty line."""
     tenants: dict[str, Tenant] = {}
-    operators, revoked = set(), set()
+    operators, revoked, read_only = set(), set(), set()
+    grants: dict[str, frozenset[Tenant]] = {}
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if not line or line.startswith("#"):
@@ -131,20 +155,25 @@ def parse_tokens(text: str) -> Tokens:
         if certificate := _REVOKED.fullmatch(line):
             revoked.add(certificate[1])
             continue
+        if grant := _GRANT.fullmatch(line):
+            grants[grant[1]] = grants.get(grant[1], frozenset()) | {Tenant(grant[2])}
+            continue
         match = _LINE.fullmatch(line)
         if match is None:
             raise ConfigError(
-                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', "
-                "optionally with '  operator'; `kvcluster token --tenant NAME` makes one"
+                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', optionally with '  operator' "
+                "or '  read-only' (`kvcluster token --tenant NAME` makes one), or 'grant  <tenant>  reads  <tenant>'"
             )
         if match[1] in tenants:
             raise ConfigError(f"token file, line {number}: this token already has a line")
         tenants[match[1]] = Tenant(match[2]) if match[2] else NO_TENANT
-        if match[3] or not match[2]:
+        if match[3] == "read-only":
+            read_only.add(match[1])
+        elif match[3] or match[4]:
             operators.add(match[1])
-    if not tenants and not revoked:
+    if not tenants and not revoked and not grants:
         raise ConfigError("the token file contains no token, so no client could connect; `kvcluster token` makes one")
-    return Tokens(tenants, frozenset(operators), frozenset(revoked))
+    return Tokens(tenants, frozenset(operators), frozenset(revoked), frozenset(read_only), grants)
 
 
 DEFAULT_TENANT = Tenant("default")
@@ -172,12 +201,12 @@ def _no_shard(token: str) -> Epoch | None:
     return None
 
 
-def _tenant(caller: Caller) -> Tenant:
+def _worker(caller: Caller) -> Caller:
     if caller.tenant == NO_TENANT:
         raise CredentialError(NOT_A_TENANT)
     if caller.internal and caller.epoch is None:
         raise CredentialError(ONLY_TO_ISSUE)
-    return caller.tenant
+    return caller
 
 
 class Authenticator:
@@ -236,10 +265,10 @@ class Authenticator:
             raise CredentialError(
                 "this cluster requires a token: pass token=... (commands take KVCLUSTER_TOKEN or --token-from FILE)"
             )
-        tenant = tokens.tenants.get(hashed)
-        if tenant is None:
+        caller = tokens.caller(hashed)
+        if caller is None:
             raise CredentialError("the cluster does not know this token; ask its operator for another")
-        return Caller(tenant, operator=hashed in tokens.operators)
+        return caller
 
     def by_certificate(self, shown: CertificateNames) -> Caller:
         """Returns the caller who shows this verified certificate and no token. Raises CredentialError if it was
@@ -255,7 +284,9 @@ class Authenticator:
                 f"this client's certificate names {len(tenants)} tenants of the cluster {self._cluster!r}: without a "
                 f"token it needs one URI {SCHEME}{self._cluster}/tenant/NAME, or {SCHEME}{self._cluster}/operator"
             )
-        return Caller(Tenant(tenants[0]) if tenants else NO_TENANT, operator=operator)
+        tenant, tokens = Tenant(tenants[0]) if tenants else NO_TENANT, self._tokens()
+        reads: frozenset[Tenant] = tokens.reads_of(tenant) if tokens is not None else frozenset()
+        return Caller(tenant, operator=operator, reads=reads)
 
     def is_revoked(self, shown: CertificateNames) -> bool:
         """Whether the token file has this certificate refused. Raises CredentialError if no version of the file could
@@ -263,13 +294,14 @@ class Authenticator:
         tokens = self._tokens()
         return tokens is not None and shown.fingerprint in tokens.revoked
 
-    def tenant_by_certificate(self, shown: CertificateNames) -> Tenant:
-        """As `tenant`."""
-        return _tenant(self.by_certificate(shown))
+    def worker_by_certificate(self, shown: CertificateNames) -> Caller:
+        """As `worker`."""
+        return _worker(self.by_certificate(shown))
 
-    def tenant(self, token: str | None) -> Tenant:
-        """Returns the tenant of this token. Raises CredentialError as `caller`, and for one that stands for none."""
-        return _tenant(self.caller(token))
+    def worker(self, token: str | None) -> Caller:
+        """Returns the caller of this token, who moves pages. Raises CredentialError as `caller`, and for a token that
+        stands for no tenant."""
+        return _worker(self.caller(token))
 
     def _count(self) -> int:
         """Returns the number of tenants; 0 while it is not known."""
@@ -305,14 +337,16 @@ def check_tenant_name(tenant: str) -> None:
         )
 
 
-def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
+def token_line(token: str, tenant: str, *, operator: bool = False, read_only: bool = False) -> str:
     """Returns the line of a token file that admits this token; that of an `operator` may be NO_TENANT's. Raises
-    ConfigError if `tenant` is not a valid tenant name."""
+    ConfigError if `tenant` is not a valid tenant name, or an operator's token is to be read-only."""
+    if operator and read_only:
+        raise ConfigError("an operator's token cannot be read-only: make two")
     # The tenant is checked separately: the tenant name `a operator` would make a valid line, and grant operator rights
     # that were never intended.
     if not (operator and tenant == NO_TENANT):
         check_tenant_name(tenant)
-    return f"sha256:{digest(token)}  {tenant}" + ("  operator" if operator else "")
+    return f"sha256:{digest(token)}  {tenant}" + ("  operator" if operator else "  read-only" if read_only else "")
 
 
 def authenticator(

@@ -23,7 +23,7 @@ from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.listener import ListenAt, ListenTls, TenantOf
+from kvcluster.transport.listener import CallerOf, ListenAt, ListenTls
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class PathServer(Protocol):
     def close(self) -> None: ...
 
 
-Serve = Callable[[ShardHost, TenantOf, ListenAt], PathServer]
+Serve = Callable[[ShardHost, CallerOf, ListenAt], PathServer]
 """Starts a server from a shard, its credentials, and where it may listen. Raises OSError or KVClusterError if the path
 cannot be served."""
 
 
-def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, at: ListenAt) -> PathServer:
+def _serve(spec: TransportSpec, host: ShardHost, caller_of: CallerOf, at: ListenAt) -> PathServer:
     serve: Serve = resolve_name(f"{spec.module}:serve")
-    return serve(host, tenant_of, at)
+    return serve(host, caller_of, at)
 
 
 SERVERS: Mapping[str, Serve] = {spec.name: partial(_serve, spec) for spec in BESIDE_GRPC}
@@ -94,7 +94,7 @@ def serve_paths(
             refused.append((name, why))
             continue
         try:
-            server = servers[name](host, auth.tenant, at)
+            server = servers[name](host, auth.worker, at)
             server.start()
         except (OSError, KVClusterError) as error:
             log.warning("%s is not served: %s", name, error)

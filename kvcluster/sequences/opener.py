@@ -67,6 +67,7 @@ class SequenceOpener:
                 "begin_store for images, and a client of its own for another adapter"
             )
         namespace = self._control.namespace(spec, deadline)
+        self._control.check_may_store()
         resources = self._started(deadline)
         runner, loads = resources.runner, resources.loads
         root = hashing.root(namespace, prompt.salt)

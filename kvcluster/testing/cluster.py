@@ -99,7 +99,7 @@ class MemoryCluster(InProcessHosts):
 
     def opener(self, tenant: str = "default") -> OpenTransport:
         """Returns a function that opens transports to shards, for tests that wrap it."""
-        return self.opener_of(Tenant(tenant))
+        return self.opener_of(Caller(Tenant(tenant)))
 
     # ---------------------------------------------------------------------------------------- its parts
 

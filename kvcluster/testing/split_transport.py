@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from kvcluster.core.ids import Epoch, NamespaceId
+from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import AttachedShard, PageKey, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
@@ -21,8 +21,8 @@ class SplitTransport:
         self.path = path
         self._control = control
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        return self._control.attach(spec, deadline)
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
+        return self._control.attach(spec, deadline, owner)
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from kvcluster.core.ids import NamespaceId
+from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import Attach, Attached, CoordinatorQuestion, Refused, RefusedKind, Reply
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
@@ -42,6 +42,10 @@ class CoordinatorPort(Protocol):
         """Ends questions that are under way, which raise Unavailable. Later ones may be asked."""
 
     def close(self) -> None: ...
+
+
+class NothingStored(Unavailable):
+    """The tenant whose KV is read has stored nothing under a spec: a miss, of a coordinator that answers."""
 
 
 def unanswered(trouble: Unavailable, detail: str) -> Unavailable:
@@ -115,18 +119,43 @@ class CoordinatorClient:
     """Asks within a namespace. Attaches its spec first, and again if the coordinator no longer knows it. Logs when the
     coordinator stops answering, and when it answers again (Outage)."""
 
-    def __init__(self, port: CoordinatorPort) -> None:
+    def __init__(self, port: CoordinatorPort, owner: Tenant | None = None) -> None:
+        """`owner`: the tenant whose KV is read by a grant; None for that of the credential."""
+        self.owner = owner
         self._port = WatchedPort(port)
         self._attached: dict[KVSpec, Attached] = {}  # each use of it is one step of the interpreter: no lock
         self._last: Deadline | None = None
         """When the last question of a client that closes must have been answered."""
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> Attached:
-        """Returns the namespace of a spec; asks the coordinator only the first time."""
+        """Returns the namespace of a spec; asks the coordinator only the first time. Raises NothingStored if an `owner`
+        has stored nothing under it."""
         known = self._attached.get(spec)
         if known is None:
-            known = self._attached[spec] = expect(Attached, self._port.ask(Attach(spec), self._in_time(deadline)))
+            answer = self._port.ask(Attach(spec, self.owner), self._in_time(deadline))
+            if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:  # of an `owner` alone
+                raise NothingStored(Miss(MissReason.NEVER_SEEN, answer.detail))
+            known = expect(Attached, answer)
+            if self.owner is not None and known.namespace != spec.namespace(self.owner):
+                raise CallerError("this cluster's release reads the KV of no other tenant: upgrade it")
+            self._attached[spec] = known
         return known
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing can be stored: the KV is another tenant's, or the credential is read-only. False until the
+        coordinator has been asked."""
+        return self.owner is not None or any(known.read_only for known in list(self._attached.values()))
+
+    def check_may_store(self) -> None:
+        """Raises CallerError if this client is `read_only`."""
+        if self.owner is not None:
+            raise CallerError(
+                f"this client reads the KV of tenant {self.owner!r}, and changes nothing: connect without `reads` for "
+                "what its own tenant stores"
+            )
+        if self.read_only:
+            raise CallerError("this client's token is read-only: it looks up and loads, and changes nothing")
 
     def spec_of(self, namespace: NamespaceId) -> KVSpec | None:
         """Returns the spec of a namespace, None if this client has not attached it."""
@@ -141,7 +170,7 @@ class CoordinatorClient:
         return any(known.wants_tokens for known in list(self._attached.values()))
 
     def namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
-        return self.attach(spec, deadline).namespace
+        return self.attach(spec, deadline).namespace if self.owner is None else spec.namespace(self.owner)
 
     def ask(self, kind: type[R], spec: KVSpec, question: CoordinatorQuestion, deadline: Deadline) -> R:
         """Asks within the namespace of `spec`, and returns an answer of type `kind`.
@@ -149,10 +178,10 @@ class CoordinatorClient:
         Raises Unavailable if it is not answered, CallerError or LimitError if the coordinator refuses the question, and
         ProtocolError if the answer has another type.
         """
-        answer = self._ask(question, self.namespace(spec, deadline), deadline)
+        answer = self._ask(question, self.attach(spec, deadline).namespace, deadline)
         if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:
             self._attached.pop(spec, None)
-            answer = self._ask(question, self.namespace(spec, deadline), deadline)
+            answer = self._ask(question, self.attach(spec, deadline).namespace, deadline)
         return expect(kind, answer)
 
     def _ask(self, question: CoordinatorQuestion, namespace: NamespaceId, deadline: Deadline) -> Reply:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Union
 
 from kvcluster.core import hashing, limits
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import HASH_BYTES, BlockHash
+from kvcluster.core.ids import HASH_BYTES, TENANT_NAME, BlockHash, Tenant
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError
@@ -32,12 +32,15 @@ MAX_SECONDS = 10 * 365 * 86_400
 """Longer than any time that makes sense, and it fits the wire in nanoseconds."""
 
 
-def check_connect(spec: object, token: object) -> None:
-    """Checks what a client is made from."""
+def check_connect(spec: object, token: object, reads: object) -> Tenant | None:
+    """Checks what a client is made from. Returns the tenant whose KV it reads, None for its own."""
     if not isinstance(spec, KVSpec):
         raise CallerError(f"spec is {kind_of(spec)}; expected a KVSpec, such as kvcluster.KVSpec.uniform(model=...)")
     if token is not None and not isinstance(token, str):
         raise CallerError(f"token is {kind_of(token)}; expected the credential as text, or None")
+    if reads is not None and (not isinstance(reads, str) or not TENANT_NAME.fullmatch(reads)):
+        raise CallerError(f"reads={reads!r} is not the name of a tenant, such as 'public'; None for this token's own")
+    return Tenant(reads) if reads is not None else None
 
 
 def check_open(closed: bool) -> None:

@@ -26,7 +26,7 @@ from kvcluster.core.messages import BlockFate, Explain, Explained, LoadGrant, Ne
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
-from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.coordinator_client import CoordinatorClient, NothingStored
 from kvcluster.transfers.layouts import check_hashes, kind_of
 from kvcluster.transport.base import Deadline, RateLimited, Unavailable
 
@@ -98,7 +98,7 @@ class ChainPreparer:
                 self._prefix(granted, hashes, self._need)
             else:
                 self._mixed(granted, hashes)
-        except RateLimited as trouble:  # by a coordinator that answers
+        except (RateLimited, NothingStored) as trouble:  # by a coordinator that answers
             granted.miss, granted.answered = trouble.miss, granted.answered or self._control.is_attached(self._spec)
         except Unavailable as trouble:
             granted.miss = trouble.miss

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttendRequest,
     PageKey,
@@ -81,9 +81,12 @@ class ShardConnections:
         health: ShardHealth,
         lock: threading.RLock,
         *,
+        owner: Tenant | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        """`owner`: the tenant whose KV is read by a grant; None for that of the credential."""
         self._open = open_transport
+        self._owner = owner
         self._health = health
         self._clock = clock
         # By shard and incarnation, the last asked last.
@@ -311,7 +314,7 @@ class ShardConnections:
         connection = self._connection(shard)
         transport = self._opened(connection)
         if namespace not in connection.attached:
-            connection.attach(transport, spec, namespace, deadline)
+            connection.attach(transport, spec, namespace, deadline, self._owner)
             with self._lock:
                 connection.attached[namespace] = None
         try:
@@ -357,13 +360,17 @@ class ShardConnection:
     transport: Transport | None = None
     attached: dict[NamespaceId, None] = field(default_factory=dict)
 
-    def attach(self, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline) -> None:
+    def attach(
+        self, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline, owner: Tenant | None
+    ) -> None:
         """Attaches the transport, which is that of this connection, to a namespace. Raises Unavailable, LimitError if
         the shard takes no more namespaces, RefusedByShard if another incarnation answers, or CallerError if the shard
-        has another namespace for this spec."""
+        has another namespace for this spec. Unavailable too if it refuses to have an owner's KV read."""
         try:
-            answer = transport.attach(spec, deadline)
+            answer = transport.attach(spec, deadline, owner)
         except RefusedByShard as refused:
+            if owner is not None:  # its pages have gone, or the coordinator has read a newer grant than this shard
+                raise Unavailable(Miss(MissReason.SHARD_LOST, refused.refused.detail)) from None
             raise LimitError(refused.refused.detail) from None
         except VersionError as error:  # after an upgrade, a shard of the other version is only lost to this worker
             raise Unavailable(Miss(MissReason.SHARD_LOST, str(error))) from None

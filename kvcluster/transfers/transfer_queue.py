@@ -182,7 +182,9 @@ class TransferQueue:
         *,
         start: int = 0,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
+        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms). Raises
+        CallerError for a client that only reads."""
+        self._control.check_may_store()
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
         attempt = self._next_attempt()
         terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start, self._host)

@@ -32,7 +32,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, NamespaceId, SpanId, Tenant
+from kvcluster.core.ids import Attempt, Caller, NamespaceId, SpanId, Tenant
 from kvcluster.core.messages import (
     AttendAnswer,
     AttendDeclined,
@@ -43,11 +43,11 @@ from kvcluster.core.messages import (
     Refused,
     RefusedKind,
     RegisterSpans,
-    Request,
     SpanMiss,
     SpanPages,
     SpansLacking,
     Suspect,
+    request_of,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
@@ -103,27 +103,30 @@ _SUSPECT_S = 5.0
 
 
 def serve_attend(
-    host: PageHost, tenant: Tenant, request: AttendRequest, query: memoryview, deadline: Deadline, *, path: str
+    host: PageHost, caller: Caller, request: AttendRequest, query: memoryview, deadline: Deadline, *, path: str
 ) -> SpanResults:
     """Returns a shard's answer to an Attend and the bytes of its results. Raises RefusedByShard for a request that does
     not fit, Unavailable at the deadline."""
     began = time.monotonic()
     try:
         answer, data = host.compute(
-            tenant, lambda turn: _attend(host, tenant, request, query, deadline, path, turn), deadline
+            caller.tenant, lambda turn: _attend(host, caller, request, query, deadline, path, turn), deadline
         )
     except ComputeBusy as busy:
-        return decline_busy(host, tenant, request, str(busy), path=path, seconds=time.monotonic() - began)
+        return decline_busy(host, caller, request, str(busy), path=path, seconds=time.monotonic() - began)
     if isinstance(answer, Attended):
         answer = replace(answer, time_us=round((time.monotonic() - began) * 1e6))
     return SpanResults(answer, data)
 
 
 def decline_busy(
-    host: PageHost, tenant: Tenant, request: AttendRequest, why: str, *, path: str, seconds: float = 0.0
+    host: PageHost, caller: Caller, request: AttendRequest, why: str, *, path: str, seconds: float = 0.0
 ) -> SpanResults:
     """Returns the answer of a shard that has no room for a compute, after which the worker loads the pages."""
-    named, missed = (Operation.ATTEND, path, tenant, request.attempt), {DeclineReason.BUSY.value: len(request.spans)}
+    named, missed = (
+        (Operation.ATTEND, path, caller.tenant, request.attempt),
+        {DeclineReason.BUSY.value: len(request.spans)},
+    )
     host.exchange_ended(ExchangeSummary(*named, ExchangeResult.DONE, seconds, missed=missed))
     return SpanResults(AttendDeclined(DeclineReason.BUSY, why), _NOTHING)
 
@@ -137,7 +140,7 @@ def import_attention() -> None:
 
 def _attend(
     host: PageHost,
-    tenant: Tenant,
+    caller: Caller,
     request: AttendRequest,
     query: memoryview,
     deadline: Deadline,
@@ -152,7 +155,7 @@ def _attend(
     if request.fused != uses_fused():
         why = "the worker's results have other bits than this shard's: one of them has no fused multiply-add"
         return SpanResults(AttendDeclined(DeclineReason.ARITHMETIC, why), _NOTHING)
-    with AttendSession(host, tenant, request, deadline=deadline, path=path) as session:
+    with AttendSession(host, caller, request, deadline=deadline, path=path) as session:
         if session.lacking:
             return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
 
@@ -189,9 +192,9 @@ class AttendSession(ExchangeSession[AttendRequest]):
     """One compute. `spans` are those that are pinned, `lacking` those that are not: of both, one is empty."""
 
     def __init__(
-        self, host: PageHost, tenant: Tenant, request: AttendRequest, *, deadline: Deadline, path: str
+        self, host: PageHost, caller: Caller, request: AttendRequest, *, deadline: Deadline, path: str
     ) -> None:
-        super().__init__(host, tenant, request, deadline=deadline, path=path)
+        super().__init__(host, caller, request, deadline=deadline, path=path)
         self.spans: Mapping[SpanId, SpanPages] = {}
         self.lacking: Mapping[SpanId, SpanMiss] = {}
 
@@ -210,7 +213,7 @@ class AttendSession(ExchangeSession[AttendRequest]):
             return
         for span, keys in corrupt.items():
             namespace, suspect = self.spans[span].namespace, Suspect(self._request.epoch, tuple(keys))
-            self._host.ask(partial(Request, tenant=self._tenant, namespace=namespace, question=suspect), _SUSPECT_S)
+            self._host.ask(partial(request_of, self._caller, namespace=namespace, question=suspect), _SUSPECT_S)
         self.lacking, self.spans = dict.fromkeys(corrupt, SpanMiss.CORRUPT), {}
 
     def _operation(self) -> Operation:
@@ -237,15 +240,15 @@ def ask_to_attend(link: FramedSocket, request: AttendRequest, query: memoryview,
     return SpanResults(answer, link.receive_new(answer.nbytes if isinstance(answer, Attended) else 0, deadline))
 
 
-def serve_attend_frames(host: PageHost, path: str, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+def serve_attend_frames(host: PageHost, path: str, link: FramedSocket, caller: Caller, body: bytes) -> None:
     """Serves one Attend, whose ATTEND frame has this body: an Exchange (listener.py)."""
-    request, remaining_ns = decoded(host, tenant, socket_frames.decode_attend, body)
+    request, remaining_ns = decoded(host, caller.tenant, socket_frames.decode_attend, body)
     deadline = bounded(remaining_ns)
     nbytes = shard.query_bytes(request)
     if link.requests.try_take(max(nbytes, min(shard.result_bytes(request), limits.ATTEND_BYTES))):
         query = link.receive_new(nbytes, deadline)
-        answer, data = serve_attend(host, tenant, request, query, deadline, path=path)
+        answer, data = serve_attend(host, caller, request, query, deadline, path=path)
     else:
         link.skip(nbytes, deadline)
-        answer, data = decline_busy(host, tenant, request, "queries of this tenant hold its share of memory", path=path)
+        answer, data = decline_busy(host, caller, request, "queries of this tenant hold its share of memory", path=path)
     link.send(FrameKind.PARTIALS, shard.encode_attend_answer(answer), deadline, [data] if data.nbytes else [])

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pkgutil import resolve_name
 
 from kvcluster.config import TRANSPORTS
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttendRequest,
@@ -98,8 +98,8 @@ class AutoTransport:
 
     # ------------------------------------------------------------------------------------------- control
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        return self._control.attach(spec, deadline)
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
+        return self._control.attach(spec, deadline, owner)
 
     def flush(self, deadline: Deadline) -> bool:
         return self._control.flush(deadline)

@@ -250,7 +250,7 @@ class DataPath(Protocol):
 class Transport(DataPath, Protocol):
     """A worker's complete transport to one shard incarnation: a data path, and the control questions."""
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
         """Names the spec to the shard. Raises Unavailable or RefusedByShard."""
 
     def flush(self, deadline: Deadline) -> bool:

@@ -225,7 +225,7 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
             spoken = frames.version_of(data, oldest=1, newest=version)
             request = decoded(host, caller.tenant, lambda body: frames.decode_read_request(body, spoken), data)
             deadline = Deadline.after_ms(context.time_remaining() * 1e3)
-            with ReadSession(host, caller.tenant, request, context.cancel, deadline, path=GrpcPages.name) as session:
+            with ReadSession(host, caller, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_read_head(session.outcome, version)
                 for batch in session.frames(limits.FRAME_BYTES):
                     yield frames.pack(batch, version)
@@ -241,7 +241,7 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
             spoken = frames.version_of(opening, oldest=1, newest=version)
             request = decoded(host, caller.tenant, lambda body: frames.decode_write_request(body, spoken), opening)
             deadline = Deadline.after_ms(context.time_remaining() * 1e3)
-            with WriteSession(host, caller.tenant, request, context.cancel, deadline, path=GrpcPages.name) as session:
+            with WriteSession(host, caller, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_write_head(session.outcome, version)
                 for message in messages:
                     session.alive()

@@ -10,17 +10,17 @@ from contextlib import ExitStack
 
 from kvcluster.copies.batch import HOST
 from kvcluster.core import limits
-from kvcluster.core.ids import NamespaceId, Tenant
+from kvcluster.core.ids import Caller, NamespaceId
 from kvcluster.core.messages import (
     AttendRequest,
     PageSlot,
     PageWant,
     ReadRequest,
     Reply,
-    Request,
     ShardQuestion,
     WriteRequest,
     Written,
+    request_of,
 )
 from kvcluster.core.miss import Miss
 from kvcluster.memory import checksum
@@ -38,15 +38,15 @@ class MemoryTransport(ShardQuestions):
     name = "memory"
     streams = ONE_STREAM
 
-    def __init__(self, host: PageHost, tenant: Tenant) -> None:
+    def __init__(self, host: PageHost, caller: Caller) -> None:
         self._host = host
-        self._tenant = tenant
+        self._caller = caller
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         deadline.check()
-        with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
+        with ReadSession(self._host, self._caller, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.read(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
             copies = sink.copies(records, HOST, views)
@@ -59,7 +59,7 @@ class MemoryTransport(ShardQuestions):
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         deadline.check()
-        with WriteSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
+        with WriteSession(self._host, self._caller, request, deadline=deadline, path=self.name) as session:
             with ExitStack() as house:
                 views = {item: house.enter_context(self._host.fill(slot)) for item, slot in session.granted.items()}
                 records = reserved_records(request.pages, _places(session.granted, views))
@@ -76,14 +76,14 @@ class MemoryTransport(ShardQuestions):
     def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
         """As Attends."""
         deadline.check()
-        return serve_attend(self._host, self._tenant, request, query, deadline, path=self.name)
+        return serve_attend(self._host, self._caller, request, query, deadline, path=self.name)
 
     def close(self) -> None:
         """Does nothing: there is nothing to release."""
 
     def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         deadline.check()
-        return self._host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
+        return self._host.ask(lambda call: request_of(self._caller, call, namespace, question), deadline.remaining_s())
 
 
 def _places(granted: Mapping[int, PageSlot], views: Mapping[int, memoryview], wants: Sequence[PageWant] = ()) -> Places:

@@ -37,7 +37,7 @@ from functools import partial
 from typing import NoReturn, TypeVar
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
@@ -90,21 +90,21 @@ FRAME_S = 10.0
 _LAST_MESSAGE_MS = 200
 _BACKLOG = 128
 
-TenantOf = Callable[[str | None], Tenant]
-"""Token -> tenant; raises CredentialError."""
+CallerOf = Callable[[str | None], Caller]
+"""Token -> caller; raises CredentialError."""
 
-TenantNow = Callable[[], Tenant]
-"""Returns the tenant of a connection's token. Raises CredentialError once it has been revoked."""
+CallerNow = Callable[[], Caller]
+"""Returns the caller of a connection's token. Raises CredentialError once it has been revoked."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenTls:
-    """How a listener serves TLS. `client_certificates`: only to those who show a certificate. `tenant_by_certificate`:
-    the tenant of one that shows no token; raises CredentialError."""
+    """How a listener serves TLS. `client_certificates`: only to those who show a certificate. `caller_by_certificate`:
+    the caller who shows no token; raises CredentialError."""
 
     certificates: Certificates
     client_certificates: bool
-    tenant_by_certificate: Callable[[CertificateNames], Tenant]
+    caller_by_certificate: Callable[[CertificateNames], Caller]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +118,21 @@ class ListenAt:
     tls: ListenTls | None = None
 
 
-Serve = Callable[[FramedSocket, TenantNow], None]
+Serve = Callable[[FramedSocket, CallerNow], None]
 """Serves one connection until it ends. Raises Unavailable when the other side has closed it, which is the usual end."""
 
 
-Exchange = Callable[[FramedSocket, Tenant, bytes], None]
+Exchange = Callable[[FramedSocket, Caller, bytes], None]
 """One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard if none began."""
 
 
-def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mapping[FrameKind, Exchange]) -> NoReturn:
+def serve_exchanges(link: FramedSocket, caller_now: CallerNow, exchanges: Mapping[FrameKind, Exchange]) -> NoReturn:
     """Serves exchanges one after the other, by the kind of frame that opens one, until the connection ends or its token
     is revoked, which raises."""
     while True:
         try:
             kind, body = link.receive_request(*exchanges, deadline=patient())
-            tenant = tenant_now()
-            exchanges[kind](link, tenant, body)
+            exchanges[kind](link, caller_now(), body)
         except RefusedByShard as refused:
             link.send(FrameKind.REFUSED, socket_frames.encode_refused(refused.refused), bounded())
         finally:
@@ -164,7 +163,7 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        tenant_of: TenantOf,
+        caller_of: CallerOf,
         serve: Serve,
         *,
         name: str,
@@ -180,7 +179,7 @@ class Listener:
         self._admit, self._tls = admit, tls
         self._refused = refused
         self._listening = listening
-        self._tenant_of = tenant_of
+        self._caller_of = caller_of
         self._serve = serve
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
@@ -291,10 +290,10 @@ class Listener:
             token = body.decode() or None
         except UnicodeDecodeError:
             raise ProtocolError("the token is not UTF-8") from None
-        tenant_now: TenantNow = partial(self._tenant_of, token)
+        caller_now: CallerNow = partial(self._caller_of, token)
         if token is None and self._tls is not None and certificate is not None:
-            tenant_now = partial(self._tls.tenant_by_certificate, certificate)
-        tenant = tenant_now()
+            caller_now = partial(self._tls.caller_by_certificate, certificate)
+        tenant = caller_now().tenant
         self._count(link, tenant)
         wait_ms = LONGEST_NS / 1e6
         link.charge(
@@ -303,7 +302,7 @@ class Listener:
             frame_ms=FRAME_S * 1e3,
         )
         try:
-            self._serve(link, tenant_now)
+            self._serve(link, caller_now)
         finally:
             with self._lock:
                 self._shares.remove(tenant)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.ids import Caller, CallId, NamespaceId
 from kvcluster.core.messages import (
     Abort,
     AttendRequest,
@@ -48,6 +48,7 @@ from kvcluster.core.messages import (
     WriteGrant,
     WriteRequest,
     Written,
+    request_of,
 )
 from kvcluster.core.miss import LEASE_ENDED, Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
@@ -176,10 +177,10 @@ class _State(Enum):
 
 
 class PageSession:
-    """The session of one request, under the tenant of its worker's credential."""
+    """The session of one request, with the rights of its worker's credential."""
 
-    def __init__(self, tenant: Tenant, request: SessionRequest) -> None:
-        self._tenant = tenant
+    def __init__(self, caller: Caller, request: SessionRequest) -> None:
+        self._caller = caller
         self._request = request
         self._state = _State.NEW
         self._revoked: Miss | None = None
@@ -228,15 +229,15 @@ class PageSession:
                 return [Fail(self._error)] if self._error is not None else []
 
     def _opening(self) -> AskCore:
-        r, tenant = self._request, self._tenant
+        r = self._request
         if isinstance(r, WriteRequest):
             reserve = Reserve(r.attempt, r.epoch, tuple(r.pages), r.wait_ns)
-            return AskCore(lambda call: Request(call, tenant, r.namespace, reserve))
+            return self._of(r.namespace, reserve)
         if isinstance(r, AttendRequest):
             spans = PinSpans(r.attempt, r.epoch, r.spans)
-            return self._of_no_namespace(spans)
+            return self._of(None, spans)
         pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept, r.on_device)
-        return AskCore(lambda call: Request(call, tenant, r.namespace, pin))
+        return self._of(r.namespace, pin)
 
     def _granted(self, reply: Reply | Miss) -> list[SessionEffect]:
         if isinstance(reply, Refused):  # a lease of this attempt, if there is one, is another session's
@@ -262,7 +263,7 @@ class PageSession:
         if self._revoked is not None:
             return [Fail(Unavailable(self._revoked))]
         renew = Renew(self._request.attempt)
-        return self._become(_State.RENEWING, self._of_no_namespace(renew))
+        return self._become(_State.RENEWING, self._of(None, renew))
 
     def _renewed(self, reply: Reply | Miss) -> list[SessionEffect]:
         self._state = _State.MOVING
@@ -278,7 +279,7 @@ class PageSession:
             return [Fail(ProtocolError(f"the store ended before page {self._finished.missing} was whole"))]
         attempt, verified = self._request.attempt, self._finished.verified
         commit = Commit(attempt, tuple(verified), tuple(verified.values()))
-        return self._become(_State.COMMITTING, self._of_no_namespace(commit))
+        return self._become(_State.COMMITTING, self._of(None, commit))
 
     def _reserved(self) -> bool:
         """Whether the store may write a page. If not, it has nothing to commit, and no lease either where the shard
@@ -306,10 +307,10 @@ class PageSession:
 
     def _give_back(self) -> AskCore:
         attempt, ending = self._request.attempt, Abort if isinstance(self._request, WriteRequest) else Unpin
-        return self._of_no_namespace(ending(attempt))
+        return self._of(None, ending(attempt))
 
-    def _of_no_namespace(self, question: Renew | Commit | Abort | Unpin | PinSpans) -> AskCore:
-        return AskCore(lambda call: Request(call, self._tenant, None, question))
+    def _of(self, namespace: NamespaceId | None, question: ShardQuestion) -> AskCore:
+        return AskCore(lambda call: request_of(self._caller, call, namespace, question))
 
     def _become(self, state: _State, ask: AskCore) -> list[SessionEffect]:
         self._state = state

@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from kvcluster.core.ids import CLUSTER, SUM_BYTES, Attempt, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import SUM_BYTES, Attempt, Caller, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
@@ -90,7 +90,7 @@ class ExchangeSession(Generic[RequestT]):
     def __init__(
         self,
         host: PageHost,
-        tenant: Tenant,
+        caller: Caller,
         request: RequestT,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
@@ -99,11 +99,11 @@ class ExchangeSession(Generic[RequestT]):
     ) -> None:
         """`path`: the transport that moves the bytes, for what is counted of the exchange."""
         self._host = host
-        self._tenant = tenant
+        self._caller = caller
         self._path = path
         self._began = time.monotonic()
         self._request = request
-        self._session = PageSession(tenant, request)
+        self._session = PageSession(caller, request)
         self._stop = stop
         self._deadline = deadline
         self._watch = ExitStack()
@@ -143,7 +143,7 @@ class ExchangeSession(Generic[RequestT]):
         Reports nothing for a caller that was not attached yet: it tries a path like this, and attaches before it asks
         again."""
         seconds = time.monotonic() - self._began
-        named = self._operation(), self._path, self._tenant, self._request.attempt
+        named = self._operation(), self._path, self._caller.tenant, self._request.attempt
         if isinstance(error, RefusedByShard):
             if error.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 return
@@ -202,7 +202,7 @@ class ReadSession(ExchangeSession[ReadRequest]):
     def __init__(
         self,
         host: PageHost,
-        tenant: Tenant,
+        caller: Caller,
         request: ReadRequest,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
@@ -212,14 +212,14 @@ class ReadSession(ExchangeSession[ReadRequest]):
     ) -> None:
         if request.on_device and not opens_pools:
             request = replace(request, on_device=False)
-        super().__init__(host, tenant, request, stop, deadline, path=path)
+        super().__init__(host, caller, request, stop, deadline, path=path)
 
     def __enter__(self) -> ReadSession:
         self._open()
         return self
 
     def _operation(self) -> Operation:
-        return Operation.REPLICATE_OUT if self._tenant == CLUSTER else Operation.LOAD
+        return Operation.REPLICATE_OUT if self._caller.internal else Operation.LOAD
 
     def _summary(self, named: tuple[Operation, str, Tenant, Attempt], seconds: float) -> ExchangeSummary:
         missed = missed_reads(self._pages) if len(self.granted) < len(self._pages) else {}
@@ -264,7 +264,7 @@ class WriteSession(ExchangeSession[WriteRequest]):
     def __init__(
         self,
         host: PageHost,
-        tenant: Tenant,
+        caller: Caller,
         request: WriteRequest,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
@@ -273,7 +273,7 @@ class WriteSession(ExchangeSession[WriteRequest]):
     ) -> None:
         if deadline is not None:  # waiting for room longer than the worker would keep a thread busy for nothing
             request = replace(request, wait_ns=min(request.wait_ns, deadline.remaining_ns()))
-        super().__init__(host, tenant, request, stop, deadline, path=path)
+        super().__init__(host, caller, request, stop, deadline, path=path)
         self._arrivals = PageWriter(request.namespace, {}, host)
         self._left = False
         self._written: list[Written] | None = None  # once all is committed
@@ -351,8 +351,8 @@ class ShardQuestions(ABC):
     def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         """Returns the shard's answer. Raises Unavailable if none arrives by the deadline."""
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        return _expected(AttachedShard, self._ask(AttachShard(spec), deadline))
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
+        return _expected(AttachedShard, self._ask(AttachShard(spec, owner), deadline))
 
     def offers(self, deadline: Deadline) -> Offers:
         """Which data paths the shard serves beside this one. Raises Unavailable, or RefusedByShard."""

@@ -39,7 +39,7 @@ from kvcluster.transport.attend_session import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.credentials import Credentials
-from kvcluster.transport.listener import ListenAt, TenantOf
+from kvcluster.transport.listener import CallerOf, ListenAt
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
 from kvcluster.transport.shm_server import ShmHost, ShmServer
 from kvcluster.transport.shm_views import BorrowedPages, borrow
@@ -299,6 +299,6 @@ def open_path(offer: Offer, credentials: Credentials) -> ShmPages:
     return ShmPages(offer.address, credentials, offer.protocol_version, device=offer.details.decode(errors="replace"))
 
 
-def serve(host: ShmHost, tenant_of: TenantOf, at: ListenAt) -> ShmServer:
+def serve(host: ShmHost, caller_of: CallerOf, at: ListenAt) -> ShmServer:
     """As transport_servers.Serve. It listens at a random name, in the socket directory if there is one."""
-    return ShmServer(host, tenant_of, at.socket_dir)
+    return ShmServer(host, caller_of, at.socket_dir)

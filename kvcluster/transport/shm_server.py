@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller
 from kvcluster.core.messages import Refused, RefusedKind, Tier, WriteRequest
 from kvcluster.device.device import DeviceFailed
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
@@ -30,7 +30,7 @@ from kvcluster.transport.attend_session import serve_attend_frames
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable, decoded
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket
-from kvcluster.transport.listener import Exchange, Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
+from kvcluster.transport.listener import CallerNow, CallerOf, Exchange, Listener, bounded, patient, serve_exchanges
 from kvcluster.transport.local_sockets import LocalListener, peer_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.wire import shard, shm_frames, socket_frames
@@ -84,7 +84,7 @@ class ShmServer:
     """Listens from its construction on, at `address`, a new random name: in `socket_dir`, or an abstract one if that is
     "". Raises ConfigError if this platform or arena cannot be shared, or the directory cannot be used."""
 
-    def __init__(self, host: ShmHost, tenant_of: TenantOf, socket_dir: str = "") -> None:
+    def __init__(self, host: ShmHost, caller_of: CallerOf, socket_dir: str = "") -> None:
         self.details = host.pool.device.encode() if host.pool is not None else b""
         """The name of the device with the shard's pool."""
         os.close(host.open_arena(writable=False))  # an arena that cannot be shared must not be offered
@@ -95,7 +95,7 @@ class ShmServer:
         admit = partial(_admit, any_user=local.in_directory)
         refused = partial(host.connection_refused, NAME)
         self._listener = Listener(
-            local.socket, tenant_of, self._serve, name=NAME, admit=admit, refused=refused, descriptors=2
+            local.socket, caller_of, self._serve, name=NAME, admit=admit, refused=refused, descriptors=2
         )
 
     def start(self) -> None:
@@ -110,39 +110,39 @@ class ShmServer:
 
     # ------------------------------------------------------------------------------------------ serving
 
-    def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
+    def _serve(self, link: FramedSocket, caller_now: CallerNow) -> None:
         host = self._host
         welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
         self._send_arena(link, FrameKind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
         has_stored = False
         has_pool = False
 
-        def pool(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+        def pool(link: FramedSocket, caller: Caller, body: bytes) -> None:
             nonlocal has_pool
             must(not body, "a worker's POOL has no body")
             must(not has_pool, "a worker asks for the pool once: each answer has a descriptor")
             self._send_pool(link)
             has_pool = True
 
-        def read(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-            self._read(link, tenant, body, has_pool=has_pool)
+        def read(link: FramedSocket, caller: Caller, body: bytes) -> None:
+            self._read(link, caller, body, has_pool=has_pool)
 
-        def write(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+        def write(link: FramedSocket, caller: Caller, body: bytes) -> None:
             nonlocal has_stored
-            self._write(link, tenant, body, first=not has_stored)
+            self._write(link, caller, body, first=not has_stored)
             has_stored = True
 
         attend = partial(serve_attend_frames, host, NAME)
         serves: dict[FrameKind, Exchange] = {FrameKind.READ: read, FrameKind.WRITE: write, FrameKind.ATTEND: attend}
         if host.pool is not None:
             serves[FrameKind.POOL] = pool
-        serve_exchanges(link, tenant_now, serves)
+        serve_exchanges(link, caller_now, serves)
 
-    def _read(self, link: FramedSocket, tenant: Tenant, body: bytes, *, has_pool: bool) -> None:
-        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
+    def _read(self, link: FramedSocket, caller: Caller, body: bytes, *, has_pool: bool) -> None:
+        request, remaining_ns = decoded(self._host, caller.tenant, socket_frames.decode_read, body)
         if request.on_device and not has_pool:
             raise ProtocolError("a worker asked for pages of a pool that it has not opened")
-        with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME, opens_pools=True) as session:
+        with ReadSession(self._host, caller, request, stop=link.shutdown_read, path=NAME, opens_pools=True) as session:
             grant = shm_frames.encode_read_grant(
                 request.wants, session.outcome, session.granted, self._host.region_starts
             )
@@ -159,10 +159,10 @@ class ShmServer:
                 session.alive()  # raises this instead if the lease ended and not the worker
                 raise
 
-    def _write(self, link: FramedSocket, tenant: Tenant, body: bytes, *, first: bool) -> None:
-        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_write, body)
+    def _write(self, link: FramedSocket, caller: Caller, body: bytes, *, first: bool) -> None:
+        request, remaining_ns = decoded(self._host, caller.tenant, socket_frames.decode_write, body)
         deadline = bounded(remaining_ns)
-        with WriteSession(self._host, tenant, request, deadline=deadline, path=NAME) as session:
+        with WriteSession(self._host, caller, request, deadline=deadline, path=NAME) as session:
             try:
                 grant = shm_frames.encode_write_grant(session.outcome, session.granted, self._host.region_starts)
                 if first:

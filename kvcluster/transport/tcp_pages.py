@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from kvcluster.copies.batch import HOST
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller
 from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
@@ -43,11 +43,11 @@ from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import (
+    CallerNow,
+    CallerOf,
     ListenAt,
     Listener,
     ListenTls,
-    TenantNow,
-    TenantOf,
     bound_socket,
     bounded,
     first_free,
@@ -220,9 +220,9 @@ def open_path(offer: Offer, credentials: Credentials) -> TcpPages:
     return TcpPages(offer.address, credentials, offer.protocol_version)
 
 
-def serve(host: PageHost, tenant_of: TenantOf, at: ListenAt) -> TcpServer:
+def serve(host: PageHost, caller_of: CallerOf, at: ListenAt) -> TcpServer:
     """As transport_servers.Serve."""
-    return first_free(at.ports, lambda port: TcpServer(host, tenant_of, at.host, port, at.tls))
+    return first_free(at.ports, lambda port: TcpServer(host, caller_of, at.host, port, at.tls))
 
 
 class TcpServer:
@@ -231,13 +231,13 @@ class TcpServer:
     details = b""
 
     def __init__(
-        self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0, tls: ListenTls | None = None
+        self, host: PageHost, caller_of: CallerOf, listen_host: str, port: int = 0, tls: ListenTls | None = None
     ) -> None:
         self._host = host
         listening = bound_socket(listen_host, port, "server.shard_ports")
         self.address = host_and_port(listen_host, listening.getsockname()[1])
         refused = partial(host.connection_refused, TcpPages.name)
-        self._listener = Listener(listening, tenant_of, self._serve, name=TcpPages.name, refused=refused, tls=tls)
+        self._listener = Listener(listening, caller_of, self._serve, name=TcpPages.name, refused=refused, tls=tls)
 
     def start(self) -> None:
         self._listener.start()
@@ -246,19 +246,19 @@ class TcpServer:
         """Ends every exchange, and waits until no bytes move. May be called again."""
         self._listener.close()
 
-    def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
+    def _serve(self, link: FramedSocket, caller_now: CallerNow) -> None:
         link.tune(_tune)
         link.send(FrameKind.WELCOME, b"", bounded())
         attend = partial(serve_attend_frames, self._host, TcpPages.name)
         serve_exchanges(
-            link, tenant_now, {FrameKind.READ: self._read, FrameKind.WRITE: self._write, FrameKind.ATTEND: attend}
+            link, caller_now, {FrameKind.READ: self._read, FrameKind.WRITE: self._write, FrameKind.ATTEND: attend}
         )
 
-    def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
+    def _read(self, link: FramedSocket, caller: Caller, body: bytes) -> None:
+        request, remaining_ns = decoded(self._host, caller.tenant, socket_frames.decode_read, body)
         deadline = bounded(remaining_ns)
         with ReadSession(
-            self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
+            self._host, caller, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
         ) as session:
             link.send(FrameKind.HEAD, shard.encode_read_head(session.outcome), deadline)
             for batch in session.frames(_FRAME_BYTES):
@@ -267,11 +267,11 @@ class TcpServer:
                 )
         link.send(FrameKind.DONE, b"", deadline)
 
-    def _write(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_write, body)
+    def _write(self, link: FramedSocket, caller: Caller, body: bytes) -> None:
+        request, remaining_ns = decoded(self._host, caller.tenant, socket_frames.decode_write, body)
         deadline = bounded(remaining_ns)
         with WriteSession(
-            self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
+            self._host, caller, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
         ) as session:
             link.send(FrameKind.HEAD, shard.encode_write_head(session.outcome), deadline)
             while True:
@@ -280,7 +280,7 @@ class TcpServer:
                     break
                 session.alive()
                 left_s = deadline.remaining_s()
-                for head in decoded(self._host, tenant, socket_frames.decode_pages, body, left_s):
+                for head in decoded(self._host, caller.tenant, socket_frames.decode_pages, body, left_s):
                     payload = link.incoming(head.nbytes, deadline)
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
             tail = session.finish()

@@ -131,6 +131,7 @@ _ATTACHED = Struct(
     run_blocks=PLAIN,
     shards=Rows(each(ADDRESS), SHARDS, "shards"),
     wants_tokens=PLAIN,
+    read_only=PLAIN,
 )
 _LOAD_GRANT = Struct(
     pb.LoadGrant,

@@ -52,6 +52,7 @@ from kvcluster.wire.common import (
     SEQUENCES,
     SHARD,
     SPEC,
+    TENANT,
 )
 from kvcluster.wire.fields import (
     NUMBERS,
@@ -110,8 +111,8 @@ def _check_tables(question: SyncTables) -> None:
         must(change.private <= blocks, f"{change.private} private blocks are more than all {blocks} of a change")
 
 
-ATTACH = Struct(pb.AttachRequest, Attach, spec=SPEC)
-ATTACH_SHARD = Struct(pb.AttachRequest, AttachShard, spec=SPEC)
+ATTACH = Struct(pb.AttachRequest, Attach, spec=SPEC, owner=Maybe(TENANT))
+ATTACH_SHARD = Struct(pb.AttachRequest, AttachShard, spec=SPEC, owner=Maybe(TENANT))
 PREPARE_LOAD = Struct(
     pb.PrepareLoadRequest,
     PrepareLoad,

@@ -48,6 +48,7 @@ from kvcluster.core.messages import (
     Status,
     StoreGrant,
     TablesSynced,
+    request_of,
 )
 from kvcluster.errors import ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
@@ -117,7 +118,7 @@ class Method:
     def decode_request(self, data: bytes, call: CallId, caller: Caller) -> Request[Question | None]:
         """Returns the request for the core, from that caller."""
         namespace, question = self.decode_question(data, caller.version)
-        return Request(call, caller.tenant, namespace, question, caller.operator)
+        return request_of(caller, call, namespace, question)
 
     def encode_reply(self, reply: Reply, version: int = PROTOCOL_VERSION) -> bytes:
         """Returns the bytes that a server answers."""

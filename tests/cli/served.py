@@ -50,7 +50,7 @@ class Served:
             on_end=lambda leave: None,
         )
 
-        self._tcp = TcpServer(self._shard, lambda token: authenticator.caller(token).tenant, host)
+        self._tcp = TcpServer(self._shard, authenticator.caller, host)
         offered = () if shard_at else (Offer("tcp", self._tcp.address),)
         self._offers = Offers(self._shard.core.epoch, offered)
         handlers.update(unary_handlers(SHARD, self._shard.ask))

@@ -17,7 +17,7 @@ from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.main import main
 from kvcluster.cli.text_page import TextPage
 from kvcluster.config import ServerConfig
-from kvcluster.core.ids import CallId, ShardId, Tenant
+from kvcluster.core.ids import Caller, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     CoordinatorQuestion,
     ListeningPort,
@@ -266,7 +266,7 @@ def test_shared_memory_is_for_the_same_host(served: Served) -> None:
 
 def test_a_transport_that_fails_is_told_with_what_to_do(served: Served) -> None:
     (host, *_) = served.cluster.shards.values()
-    shm = Frail("shm", MemoryTransport(host, Tenant("default")))
+    shm = Frail("shm", MemoryTransport(host, Caller(Tenant("default"))))
     shm.opening = CredentialError("this shard runs as another user")
     tcp = served.tcp["shard-0"]
     tcp.close()

@@ -14,7 +14,7 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import Epoch, NamespaceId
+from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     CoordinatorQuestion,
@@ -182,10 +182,10 @@ class Watched:
         self._steps = steps
         self._closed = False
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
         assert not self._closed
         self._steps.attach()
-        return self._inner.attach(spec, deadline)
+        return self._inner.attach(spec, deadline, owner)
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline

@@ -9,7 +9,7 @@ import pytest
 
 from kvcluster.client.client import Client
 from kvcluster.config import ClientConfig
-from kvcluster.core.ids import BlockHash, ShardId, Tenant
+from kvcluster.core.ids import BlockHash, Caller, ShardId, Tenant
 from kvcluster.core.messages import EndTicket, PrepareLoad, Refused, RefusedKind, WriteRequest
 from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss, MissReason
@@ -280,7 +280,7 @@ class ByAddress:
 
     def __getattr__(self, call: str) -> Any:
         (host,) = self._cluster.shards.values()
-        return getattr(MemoryTransport(host, Tenant("default")), call)
+        return getattr(MemoryTransport(host, Caller(Tenant("default"))), call)
 
 
 @pytest.mark.parametrize("known", [False, True])

@@ -53,7 +53,7 @@ class Coordinator:
         self._shard = shard
         self.tickets_ended = 0
 
-    def attach(self, spec: Any, deadline: Any) -> Any:
+    def attach(self, spec: Any, deadline: Any, owner: Any = None) -> Any:
         return SimpleNamespace(namespace=self._content.namespace, run_blocks=64, wants_tokens=False)
 
     def namespace(self, spec: Any, deadline: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core.ids import Attempt, Epoch, Holder, ShardId
+from kvcluster.core.ids import Attempt, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.messages import AttachedShard, ReadRequest, ShardAddress
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.errors import VersionError
@@ -30,7 +30,7 @@ class Connection:
         self.shard = shard
         self.closed = False
 
-    def attach(self, spec: object, deadline: Deadline) -> AttachedShard:
+    def attach(self, spec: object, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
         return AttachedShard(NAMESPACE, self.shard.epoch, 1)
 
     def read(self, request: ReadRequest, sink: object, deadline: Deadline) -> Any:

@@ -22,7 +22,18 @@ from kvcluster.client.client import Client
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.groups import Group, Part, Plane
-from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.ids import (
+    CLUSTER,
+    HOLDER_BYTES,
+    Attempt,
+    BlockHash,
+    Caller,
+    Epoch,
+    Holder,
+    NamespaceId,
+    ShardId,
+    Tenant,
+)
 from kvcluster.core.messages import (
     AttachedShard,
     Offer,
@@ -69,13 +80,13 @@ class _Control(MemoryTransport):
     name = "grpc"
 
     def __init__(self, host: ShardHost, address: str) -> None:
-        super().__init__(host, DEFAULT_TENANT)
+        super().__init__(host, Caller(DEFAULT_TENANT))
         self.attaches = 0
         self._offers = Offers(host.core.epoch, (Offer("shm", address),))
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
         self.attaches += 1
-        return super().attach(spec, deadline)
+        return super().attach(spec, deadline, owner)
 
     def offers(self, deadline: Deadline) -> Offers:
         return self._offers
@@ -89,7 +100,7 @@ class Desk:
         self.servers: dict[str, ShmServer] = {}
         self.controls: list[_Control] = []
         for shard, host in cluster.shards.items():
-            self.servers[shard] = ShmServer(host, lambda token: DEFAULT_TENANT)
+            self.servers[shard] = ShmServer(host, lambda token: Caller(DEFAULT_TENANT))
             stack.callback(self.servers[shard].close)
             self.servers[shard].start()
         self._stack = stack

@@ -23,6 +23,7 @@ NOTHING = [
         "",
         b"",
         (),
+        frozenset(),
         Loss.EXACT,
         Codec.RAW,
         Tier.RAM,
@@ -33,6 +34,7 @@ NOTHING = [
 ]
 OTHERWISE = {
     ("Done", "ok"): True,
+    ("Caller", "version"): PROTOCOL_VERSION,  # imported by the messages
     ("PrepareLoad", "hold"): True,
     ("EngineInfo", "ready"): True,
     ("PinBlocks", "replicas"): 1,

@@ -16,7 +16,7 @@ import torch
 from kvcluster import Dense
 from kvcluster.client.client import Client
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, Holder, NamespaceId
+from kvcluster.core.ids import Attempt, Caller, Holder, NamespaceId
 from kvcluster.core.messages import PageWant, ReadRequest, Tier
 from kvcluster.device import pool_copies
 from kvcluster.device.device import NoMemory
@@ -315,5 +315,5 @@ def test_over_another_path_the_wish_is_not_followed() -> None:
         want = PageWant(key, 0, key.part.layers)
         wish = ReadRequest(space, Attempt(Holder(bytes(range(16))), 1), host.core.epoch, (want,), on_device=True)
         for opens, tier in ((False, Tier.RAM), (True, Tier.GPU)):
-            with ReadSession(host, ONE, wish, path="tcp", opens_pools=opens) as session:
+            with ReadSession(host, Caller(ONE), wish, path="tcp", opens_pools=opens) as session:
                 assert [slot.tier for slot in session.granted.values()] == [tier]

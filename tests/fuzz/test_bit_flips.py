@@ -163,17 +163,21 @@ def over_grpc(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]
 @contextmanager
 def over_tcp(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """Links that go over two wires, and control beside them that is sound."""
-    server = TcpServer(host, lambda token: DEFAULT_TENANT, "127.0.0.1")
+    server = TcpServer(host, lambda token: Caller(DEFAULT_TENANT), "127.0.0.1")
     with _over(server, to_reader, to_shard):
-        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, ANONYMOUS))
+        yield lambda shard: SplitTransport(
+            MemoryTransport(host, Caller(DEFAULT_TENANT)), TcpPages(server.address, ANONYMOUS)
+        )
 
 
 @contextmanager
 def over_shm(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """The same, where the bytes of pages go past the wires, and what is said of them over these."""
-    server = ShmServer(host, lambda token: DEFAULT_TENANT)
+    server = ShmServer(host, lambda token: Caller(DEFAULT_TENANT))
     with _over(server, to_reader, to_shard):
-        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), ShmPages(server.address, ANONYMOUS))
+        yield lambda shard: SplitTransport(
+            MemoryTransport(host, Caller(DEFAULT_TENANT)), ShmPages(server.address, ANONYMOUS)
+        )
 
 
 @contextmanager

@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcluster.config import Config, load
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import (
+    HASH_BYTES,
+    HOLDER_BYTES,
+    Attempt,
+    BlockHash,
+    Caller,
+    Epoch,
+    Holder,
+    NamespaceId,
+    ShardId,
+    Tenant,
+)
 from kvcluster.core.messages import (
     Inventory,
     Leave,
@@ -149,7 +160,7 @@ class Content(RecordSource):
 
 def store(host: ShardHost, numbers: Sequence[int]) -> None:
     """Puts these pages there, as a worker does."""
-    transport = MemoryTransport(host, ME)
+    transport = MemoryTransport(host, Caller(ME))
     transport.attach(SPEC, soon())
     request = WriteRequest(SPACE, attempt(), EPOCH, tuple(map(new_page, numbers)))
     assert transport.write(request, Content(numbers), soon()) == [Written.COMMITTED] * len(numbers)

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from kvcluster.config import Config, ServerConfig
 from kvcluster.config.ports import is_loopback
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Tenant
+from kvcluster.core.ids import CLUSTER, Caller, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import (
     DEFAULT_TENANT,
     NO_TENANT,
     Authenticator,
-    Caller,
     Tokens,
     authenticator,
     digest,
@@ -46,7 +45,7 @@ def test_what_is_written_in_a_token_file_is_read_from_it(tenants: dict[str, str]
 @given(st.dictionaries(tokens, st.tuples(names, st.booleans()), min_size=1))
 def test_the_lines_that_are_made_say_who_is_an_operator(made: dict[str, tuple[str, bool]]) -> None:
     lines = [token_line(token, name, operator=operator) for token, (name, operator) in made.items()]
-    tenants, operators, _ = parse_tokens("\n".join(lines))
+    tenants, operators, *_ = parse_tokens("\n".join(lines))
     assert tenants == {digest(token): name for token, (name, _) in made.items()}
     assert operators == {digest(token) for token, (_, operator) in made.items() if operator}
 
@@ -128,9 +127,9 @@ def test_an_operator_may_stand_for_no_tenant_and_is_not_counted_among_them() -> 
     assert tokens.tenant_count == 1
     known = Authenticator(tokens.tenants, SECRET, tokens.operators)
     assert known.one_tenant and known.caller("ops") == Caller(NO_TENANT, operator=True)
-    assert known.tenant("mine") == "me"
+    assert known.worker("mine") == Caller(Tenant("me"))
     with pytest.raises(CredentialError, match="stands for no tenant"):
-        known.tenant("ops")
+        known.worker("ops")
 
 
 def test_nobody_else_may_stand_for_no_tenant() -> None:

@@ -299,7 +299,7 @@ def test_without_a_token_file_a_token_beside_a_certificate_makes_nobody_of_it(
         with pytest.raises(CredentialError, match="knows no tokens"):
             auth.caller(token)
     with pytest.raises(CredentialError):
-        auth.tenant(None)
+        auth.worker(None)
     assert not auth.one_tenant, "so shared memory is not offered"
     assert not passed.tenants
 

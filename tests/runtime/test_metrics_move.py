@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry
 
 import kvcluster
 from kvcluster.client.metrics import WorkerCollector
-from kvcluster.core.ids import CallId, Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import Caller, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -296,7 +296,7 @@ def test_a_shard_without_its_disk_and_another_incarnation() -> Series:
 def missing_page(cluster: MemoryCluster) -> None:
     """Reads one page that no shard holds."""
     [host, *_] = cluster.shards.values()
-    transport = MemoryTransport(host, DEFAULT)
+    transport = MemoryTransport(host, Caller(DEFAULT))
     space = transport.attach(SMALL, hosts.soon()).namespace
     want = PageWant(hosts.new_page(1).key._replace(part=SMALL.whole(0)), 0, 1)
     request = ReadRequest(space, hosts.attempt(), host.core.epoch, (want,), Loss.EXACT)
@@ -348,9 +348,9 @@ def served(host: ShardHost, name: str) -> Iterator[DataPath]:
                 yield path
         return
     serve, pages = (
-        (TcpServer(host, lambda token: hosts.ME, "127.0.0.1"), TcpPages)
+        (TcpServer(host, lambda token: Caller(hosts.ME), "127.0.0.1"), TcpPages)
         if name == "tcp"
-        else (ShmServer(host, lambda token: hosts.ME), ShmPages)
+        else (ShmServer(host, lambda token: Caller(hosts.ME)), ShmPages)
     )
     with closing(serve) as beside:
         beside.start()
@@ -362,7 +362,7 @@ def served(host: ShardHost, name: str) -> Iterator[DataPath]:
 def test_each_path_counts_what_it_moves(name: str) -> None:
     with hosts.shard(hosts.Coordinator()) as host:
         eventually(lambda: not host.why_not_ready())
-        MemoryTransport(host, hosts.ME).attach(hosts.SPEC, hosts.soon())
+        MemoryTransport(host, Caller(hosts.ME)).attach(hosts.SPEC, hosts.soon())
         before = by_series(host.samples())
         with served(host, name) as path:
             write = WriteRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, tuple(map(hosts.new_page, (1, 2))))
@@ -384,10 +384,10 @@ def test_each_path_counts_what_it_moves(name: str) -> None:
 def test_a_store_whose_worker_ends_the_stream_with_its_answer_is_whole() -> None:
     with hosts.shard(hosts.Coordinator()) as host:
         eventually(lambda: not host.why_not_ready())
-        MemoryTransport(host, hosts.ME).attach(hosts.SPEC, hosts.soon())
+        MemoryTransport(host, Caller(hosts.ME)).attach(hosts.SPEC, hosts.soon())
         before, source, page = by_series(host.samples()), hosts.Content([1]), memoryview(bytearray(hosts.PAGE_BYTES))
         write = WriteRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, (hosts.new_page(1),))
-        with pytest.raises(GeneratorExit), WriteSession(host, hosts.ME, write, path="grpc") as session:
+        with pytest.raises(GeneratorExit), WriteSession(host, Caller(hosts.ME), write, path="grpc") as session:
             sums = copied(source, 0, 0, 2, page)
             session.receive(0, 0, codec.RAW, sums, BytesPayload(page))
             assert session.finish() == [Written.COMMITTED]
@@ -402,7 +402,7 @@ def test_an_exchange_that_breaks_off_moves_no_bytes() -> None:
         eventually(lambda: not host.why_not_ready())
         hosts.store(host, [1, 2])
         before = by_series(host.samples())
-        transport = MemoryTransport(host, hosts.ME)
+        transport = MemoryTransport(host, Caller(hosts.ME))
         want = PageWant(hosts.new_page(1).key, 0, 2)
         request = ReadRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, (want,), Loss.EXACT)
         reading = transport.read(request, KeepNothing(), hosts.soon())
@@ -447,7 +447,7 @@ def test_connections_of_strangers_and_of_other_releases() -> Series:
     with hosts.shard(hosts.Coordinator()) as host:
         before = by_series(host.samples())
         auth = authenticator()
-        with closing(TcpServer(host, lambda token: auth.caller(token).tenant, "127.0.0.1")) as server:
+        with closing(TcpServer(host, auth.caller, "127.0.0.1")) as server:
             server.start()
             for token in ("", "stolen"):
                 with closing(TcpPages(server.address, Credentials(token))) as path, pytest.raises(CredentialError):

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvcluster.core.ids import CLUSTER, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Caller, Epoch, NamespaceId, ShardId
 from kvcluster.core.invariants import check_shard
 from kvcluster.core.messages import (
     PageKey,
@@ -53,7 +53,7 @@ class Way(MemoryTransport):
     """To the source, as another shard comes; `between` sees and may replace what arrives, frame by frame."""
 
     def __init__(self, host: ShardHost) -> None:
-        super().__init__(host, CLUSTER)
+        super().__init__(host, Caller(CLUSTER, internal=True))
         self.between: Callable[[PageSink], PageSink] = lambda sink: sink
         self.after_frame: Callable[[], object] = lambda: None
         self.suspected: list[PageKey] = []

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvcluster.config import Config, ServerConfig
-from kvcluster.core.ids import CLUSTER, Tenant
+from kvcluster.core.ids import CLUSTER, Caller, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.runtime.auth import (
     Authenticator,
-    Caller,
     TokenFile,
     authenticator,
     digest,

@@ -9,7 +9,7 @@ import pytest
 
 from kvcluster.config import ServerConfig
 from kvcluster.config.ports import shard_ports
-from kvcluster.core.ids import CLUSTER, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Caller, ShardId, Tenant
 from kvcluster.core.messages import GetOffers, Offer, ShardAddress
 from kvcluster.errors import ConfigError, CredentialError
 from kvcluster.replay.core_stepper import build_request
@@ -18,7 +18,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.transport.auto import OPENERS
 from kvcluster.transport.credentials import ANONYMOUS
-from kvcluster.transport.listener import ListenAt, TenantOf
+from kvcluster.transport.listener import CallerOf, ListenAt
 from kvcluster.transport.path_selector import try_path
 from kvcluster.transports import BY_NAME
 from tests.runtime.hosts import BOUND_S, EPOCH, Coordinator, attempt, configured, no_source, shard, soon
@@ -35,11 +35,11 @@ class Recorded:
         self.details = b""
         self.running = False
         self.wrong = wrong
-        self.tenant_of: TenantOf = lambda token: CLUSTER
+        self.caller_of: CallerOf = lambda token: Caller(CLUSTER)
         self.listens_at: ListenAt | None = None
 
-    def serve(self, host: ShardHost, tenant_of: TenantOf, at: ListenAt) -> Recorded:
-        self.tenant_of, self.listens_at = tenant_of, at
+    def serve(self, host: ShardHost, caller_of: CallerOf, at: ListenAt) -> Recorded:
+        self.caller_of, self.listens_at = caller_of, at
         return self
 
     def start(self) -> None:
@@ -123,10 +123,10 @@ def test_a_path_knows_its_callers_as_grpc_does(host: ShardHost) -> None:
     tenants = {digest("good"): Tenant("me"), digest("operator"): NO_TENANT}
     auth = Authenticator(tenants, "secret", frozenset({digest("operator")}), epoch_of=of_a_shard)
     serve_paths(host, auth, ServerConfig(), "here", servers={"tcp": tcp.serve})
-    assert (tcp.tenant_of("good"), tcp.tenant_of(SECRET)) == (Tenant("me"), CLUSTER)
+    assert (tcp.caller_of("good").tenant, tcp.caller_of(SECRET).tenant) == (Tenant("me"), CLUSTER)
     for token in ("bad", "", None, "operator", "secret"):
         with pytest.raises(CredentialError):
-            tcp.tenant_of(token)
+            tcp.caller_of(token)
 
 
 def test_a_shard_tells_what_it_was_started_with_and_real_servers_answer_there() -> None:

@@ -131,8 +131,8 @@ def site() -> Iterator[Site]:
         server = GrpcServer(handlers, auth, HOST, 0, 4, metrics=calls)
         server.start()
         house.callback(server.close, grace_s=0)
-        tenant_of = lambda token: DEFAULT_TENANT  # noqa: E731
-        servers = {"tcp": TcpServer(host, tenant_of, HOST), "shm": ShmServer(host, tenant_of)}
+        caller_of = lambda token: Caller(DEFAULT_TENANT)  # noqa: E731
+        servers = {"tcp": TcpServer(host, caller_of, HOST), "shm": ShmServer(host, caller_of)}
         for path in servers.values():
             path.start()
             house.callback(path.close)

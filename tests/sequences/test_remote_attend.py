@@ -23,7 +23,7 @@ from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
 from kvcluster.core.groups import Group, Plane
-from kvcluster.core.ids import NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Caller, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     AttendDeclined,
     Attended,
@@ -577,7 +577,7 @@ class OfferingControl(MemoryTransport):
     name = "grpc"
 
     def __init__(self, host: ShardHost, offers: tuple[Offer, ...]) -> None:
-        super().__init__(host, TENANT)
+        super().__init__(host, Caller(TENANT))
         self._offers = Offers(host.core.epoch, offers)
 
     def offers(self, deadline: Deadline) -> Offers:
@@ -592,9 +592,9 @@ def served(request: pytest.FixtureRequest, cluster: MemoryCluster) -> Iterator[C
         for shard, host in cluster.shards.items():
             server: TcpServer | ShmServer
             if request.param == "tcp":
-                server = TcpServer(host, lambda token: TENANT, "127.0.0.1")
+                server = TcpServer(host, lambda token: Caller(TENANT), "127.0.0.1")
             else:
-                server = ShmServer(host, lambda token: TENANT)
+                server = ShmServer(host, lambda token: Caller(TENANT))
             server.start()
             stack.callback(server.close)
             offers[shard] = Offer(request.param, server.address)
@@ -642,7 +642,7 @@ class GrpcLike(SplitTransport):
     """Control of a shard that offers nothing else, over which spans are registered and no query goes."""
 
     def __init__(self, host: ShardHost) -> None:
-        self._memory = MemoryTransport(host, TENANT)
+        self._memory = MemoryTransport(host, Caller(TENANT))
         super().__init__(self._memory, self._memory)
         self._epoch = host.core.epoch
         self.registered = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from kvcluster.core.ids import Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     Offer,
@@ -190,8 +190,8 @@ class Control(Frail):
             raise self.opening
         return self.told
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        return self._transport.attach(spec, deadline)
+    def attach(self, spec: KVSpec, deadline: Deadline, owner: Tenant | None = None) -> AttachedShard:
+        return self._transport.attach(spec, deadline, owner)
 
     def flush(self, deadline: Deadline) -> bool:
         return self._transport.flush(deadline)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from typing_extensions import Self
 
-from kvcluster.core.ids import Epoch, Tenant
+from kvcluster.core.ids import Caller, Epoch, Tenant
 from kvcluster.errors import KVClusterError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
@@ -67,7 +67,7 @@ class InProcess:
         self._host = host
 
     def open(self, tenant: Tenant) -> MemoryTransport:
-        return MemoryTransport(self._host, tenant)
+        return MemoryTransport(self._host, Caller(tenant))
 
     def close(self) -> None:
         """There is no server to stop."""

@@ -6,7 +6,7 @@ import os
 import socket
 from typing import Any
 
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller, Tenant
 from kvcluster.testing.conformance import World
 from kvcluster.testing.conformance.world import BOUND_S, ONE
 from kvcluster.testing.split_transport import SplitTransport
@@ -35,15 +35,19 @@ class Served:
     def __init__(self, host: ShmHost, socket_dir: str = "") -> None:
         self.known = authenticator()
         self._host = host
-        self._server = ShmServer(_ShortLease(host), lambda given: self.known.caller(given).tenant, socket_dir)
+        self._server = ShmServer(_ShortLease(host), self.caller, socket_dir)
         self._server.start()
         name = self._server.address
         self.address = os.path.join(socket_dir, name) if socket_dir else name
 
+    def caller(self, given: str | None) -> Caller:
+        return self.known.caller(given)
+
     def open(self, tenant: Tenant) -> SplitTransport:
         device = self._server.details.decode()
         return SplitTransport(
-            MemoryTransport(self._host, tenant), ShmPages(self.address, Credentials(token(tenant)), device=device)
+            MemoryTransport(self._host, Caller(tenant)),
+            ShmPages(self.address, Credentials(token(tenant)), device=device),
         )
 
     def close(self) -> None:

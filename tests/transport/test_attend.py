@@ -30,7 +30,7 @@ from kvcluster.attention.span_results import attend_spans, result_bytes, unpack_
 from kvcluster.config import load
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId, SpanId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Caller, Epoch, NamespaceId, ShardId, SpanId, Tenant
 from kvcluster.core.messages import (
     AttendDeclined,
     Attended,
@@ -139,14 +139,14 @@ class Bench:
 
 def opened(kind: str, host: ShardHost, stack: ExitStack) -> Attends:
     if kind == "memory":
-        return MemoryTransport(host, TENANT)
+        return MemoryTransport(host, Caller(TENANT))
     server: TcpServer | ShmServer
     path: TcpPages | ShmPages
     if kind == "tcp":
-        server = TcpServer(host, lambda token: TENANT, "127.0.0.1")
+        server = TcpServer(host, lambda token: Caller(TENANT), "127.0.0.1")
         path = TcpPages(server.address, ANONYMOUS)
     else:
-        server = ShmServer(host, lambda token: TENANT)
+        server = ShmServer(host, lambda token: Caller(TENANT))
         path = ShmPages(server.address, ANONYMOUS)
     SERVERS[server.address] = server
     stack.callback(server.close)
@@ -180,7 +180,7 @@ def bench(request: pytest.FixtureRequest, cluster: MemoryCluster, pool: Tensor) 
     with ExitStack() as stack:
         client = cluster.client(SPEC)
         stack.callback(client.close)
-        control = MemoryTransport(host, TENANT)
+        control = MemoryTransport(host, Caller(TENANT))
         space = control.attach(SPEC, soon()).namespace
         path = opened(request.param, host, stack)
 

@@ -513,7 +513,7 @@ class Served:
         handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
         self.epoch = Epoch(0)
         self.grpc = GrpcServer(handlers, auth, "127.0.0.1", 0, threads=8)
-        self.tcp = TcpServer(host, lambda token: auth.caller(token).tenant, "127.0.0.1")
+        self.tcp = TcpServer(host, auth.caller, "127.0.0.1")
         self.grpc.start()
         self.tcp.start()
 

@@ -9,7 +9,18 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, SpanId, Tenant
+from kvcluster.core.ids import (
+    HASH_BYTES,
+    Attempt,
+    BlockHash,
+    Caller,
+    CallId,
+    Epoch,
+    Holder,
+    NamespaceId,
+    SpanId,
+    Tenant,
+)
 from kvcluster.core.messages import (
     Abort,
     AttendRequest,
@@ -98,7 +109,7 @@ def failed(effects: Sequence[SessionEffect]) -> Miss:
 
 def moving(request: ReadRequest | WriteRequest = READ) -> PageSession:
     """A session whose lease was granted, over all pages."""
-    session = PageSession(TENANT, request)
+    session = PageSession(Caller(TENANT), request)
     session.step(Open())
     grant = PinGrant(tuple(SLOTS)) if request is READ else WriteGrant(tuple(SLOTS))
     assert one(session.step(CoreAnswered(grant)), Granted).pages == tuple(SLOTS)
@@ -130,13 +141,13 @@ def gives_back(session: PageSession, ending: type[Unpin] | type[Abort]) -> None:
 
 
 def test_a_load_pins_its_pages_and_may_wait_for_the_disk() -> None:
-    effects = PageSession(TENANT, READ).step(Open())
+    effects = PageSession(Caller(TENANT), READ).step(Open())
     pin = Pin(ATTEMPT, Epoch(3), tuple(KEYS), Loss.Q8)
     assert one(effects, AskCore).build(CALL) == Request(CALL, TENANT, SPACE, pin)
 
 
 def test_a_store_reserves_its_pages_and_may_wait_for_room() -> None:
-    effects = PageSession(TENANT, WRITE).step(Open())
+    effects = PageSession(Caller(TENANT), WRITE).step(Open())
     reserve = Reserve(ATTEMPT, Epoch(3), PAGES, 7)
     assert one(effects, AskCore).build(CALL) == Request(CALL, TENANT, SPACE, reserve)
 
@@ -149,7 +160,7 @@ def test_a_lease_is_given_back_when_no_byte_moves(
 
 
 def test_spans_that_are_not_all_looked_up_yet_are_asked_for_again_and_not_for_ever() -> None:
-    session = PageSession(TENANT, ATTEND)
+    session = PageSession(Caller(TENANT), ATTEND)
     asks = session.step(Open())
     rounds = 0
     while isinstance(asked(asks), PinSpans):
@@ -162,7 +173,7 @@ def test_spans_that_are_not_all_looked_up_yet_are_asked_for_again_and_not_for_ev
 
 
 def test_what_is_refused_was_not_granted_and_is_not_given_back() -> None:
-    session, refused = PageSession(TENANT, READ), Refused(RefusedKind.STALE, "another epoch")
+    session, refused = PageSession(Caller(TENANT), READ), Refused(RefusedKind.STALE, "another epoch")
     session.step(Open())
     assert session.step(CoreAnswered(refused)) == [Refuse(refused)]
     assert session.over and session.step(Stopped()) == []
@@ -173,7 +184,7 @@ def test_what_is_refused_was_not_granted_and_is_not_given_back() -> None:
 def test_a_grant_that_was_not_heard_of_is_given_back(
     request_: ReadRequest | WriteRequest, ending: type[Unpin] | type[Abort], last: Reply | Miss
 ) -> None:
-    session = PageSession(TENANT, request_)
+    session = PageSession(Caller(TENANT), request_)
     session.step(Open())
     assert asked(session.step(CoreAnswered(LATE))) == ending(ATTEMPT)
     assert failed(session.step(CoreAnswered(last))) == LATE
@@ -220,7 +231,7 @@ def test_a_renewal_that_is_not_answered_ends_the_exchange_and_gives_back_the_lea
 
 
 def test_a_store_commits_what_matched_and_tells_of_each_page() -> None:
-    session = PageSession(TENANT, WRITE)
+    session = PageSession(Caller(TENANT), WRITE)
     session.step(Open())
     session.step(CoreAnswered(WriteGrant((SLOTS[0], Written.DUPLICATE, SLOTS[2]))))
     session.step(Finished({2: b"s2"}, None))
@@ -234,7 +245,7 @@ def test_a_store_commits_what_matched_and_tells_of_each_page() -> None:
 @pytest.mark.parametrize("why", [Written.LOST, Written.DUPLICATE], ids=str)
 def test_a_store_that_may_write_no_page_tells_why_and_renews_no_lease(why: Written) -> None:
     """A shard that is no member, or no longer one, takes no writes and leases nothing."""
-    session = PageSession(TENANT, WRITE)
+    session = PageSession(Caller(TENANT), WRITE)
     session.step(Open())
     session.step(CoreAnswered(WriteGrant((why,) * 3)))
     assert asked(session.step(Finished({}, None))) == Abort(ATTEMPT)
@@ -286,7 +297,7 @@ def test_a_store_that_is_revoked_as_it_ends_commits_nothing() -> None:
 
 
 def test_a_lease_that_is_revoked_before_it_is_heard_of_moves_nothing() -> None:
-    session = PageSession(TENANT, READ)
+    session = PageSession(Caller(TENANT), READ)
     session.step(Open())
     assert session.step(Revoked(PURGING)) == [Interrupt()]
     one(session.step(CoreAnswered(PinGrant(tuple(SLOTS)))), Granted)
@@ -326,7 +337,7 @@ def test_a_session_is_opened_once_and_hears_answers_to_questions_alone(event: Se
 @pytest.mark.parametrize("state", ["new", "asking", "renewing", "ending", "over"])
 def test_frames_move_and_stores_end_under_a_lease_alone(state: str, event: SessionEvent) -> None:
     session = renewing() if state == "renewing" else moving() if state in ("ending", "over") else None
-    session = session or PageSession(TENANT, READ)
+    session = session or PageSession(Caller(TENANT), READ)
     if state == "asking":
         session.step(Open())
     elif state in ("ending", "over"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcluster.core.ids import Caller
 from kvcluster.core.messages import (
     Abort,
     Commit,
@@ -76,7 +77,7 @@ def event_of(move: str, request: ReadRequest | WriteRequest) -> SessionEvent:
 def test_whatever_happens_a_lease_is_given_back_once_and_only_when_no_byte_moves(
     request_: ReadRequest | WriteRequest, moves: list[str]
 ) -> None:
-    session, shard, revoked, left = PageSession(TENANT, request_), Shard(), False, False
+    session, shard, revoked, left = PageSession(Caller(TENANT), request_), Shard(), False, False
     effects = session.step(Open())
     for move in [*moves, "stop", "answer"]:
         ask = effects[0] if effects and isinstance(effects[0], AskCore) else None

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 
-from kvcluster.core.ids import Attempt, CallId
+from kvcluster.core.ids import Attempt, Caller, CallId
 from kvcluster.core.messages import (
     Abort,
     Done,
@@ -58,7 +58,7 @@ class RecordingHost:
 @pytest.mark.parametrize(("kind", "request_", "ends"), [(ReadSession, READ, Unpin), (WriteSession, WRITE, Abort)])
 def test_a_lease_is_given_back_even_if_the_time_of_its_worker_is_over(kind: type, request_: object, ends: type) -> None:
     host = RecordingHost()
-    with kind(host, TENANT, request_, deadline=Deadline(0), path="tcp"):
+    with kind(host, Caller(TENANT), request_, deadline=Deadline(0), path="tcp"):
         assert [wait_s for _, wait_s in host.asked] == [0.0]
     assert host.asked[1:] == [(ends, 0.0)], "which the driver steps without a wait"
 
@@ -66,7 +66,7 @@ def test_a_lease_is_given_back_even_if_the_time_of_its_worker_is_over(kind: type
 @pytest.mark.parametrize(("kind", "request_"), [(ReadSession, READ), (WriteSession, WRITE)])
 def test_every_question_of_an_exchange_may_wait_until_its_deadline(kind: type, request_: object) -> None:
     host, deadline = RecordingHost(), Deadline.after_ms(10_000_000)
-    with kind(host, TENANT, request_, deadline=deadline, path="tcp") as session:
+    with kind(host, Caller(TENANT), request_, deadline=deadline, path="tcp") as session:
         session.alive()
     assert len(host.asked) == 3
     assert all(wait_s > 9_000 for _, wait_s in host.asked)
@@ -74,7 +74,7 @@ def test_every_question_of_an_exchange_may_wait_until_its_deadline(kind: type, r
 
 def test_a_store_waits_for_room_no_longer_than_its_worker() -> None:
     host = RecordingHost()
-    with WriteSession(host, TENANT, WRITE, deadline=Deadline(0), path="tcp"):  # type: ignore[arg-type]
+    with WriteSession(host, Caller(TENANT), WRITE, deadline=Deadline(0), path="tcp"):  # type: ignore[arg-type]
         assert host.room_ns == 0
-    with WriteSession(host, TENANT, WRITE, path="tcp"):  # type: ignore[arg-type]
+    with WriteSession(host, Caller(TENANT), WRITE, path="tcp"):  # type: ignore[arg-type]
         assert host.room_ns == WRITE.wait_ns

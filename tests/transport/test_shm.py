@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.ids import Caller
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import MissReason
 from kvcluster.core.shard.page import PageState
@@ -232,7 +233,7 @@ def test_an_arena_that_is_no_memory_file_is_not_offered(monkeypatch: pytest.Monk
 
     def serve(host: object) -> Served:
         with pytest.raises(ConfigError, match="cannot be shared"):
-            ShmServer(host, lambda given: ONE)  # type: ignore[arg-type]
+            ShmServer(host, lambda given: Caller(ONE))  # type: ignore[arg-type]
         raise ConfigError("as the test has it")
 
     with pytest.raises(ConfigError, match="as the test"), open_world(serve):

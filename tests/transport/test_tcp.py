@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
@@ -55,12 +55,17 @@ class Served:
     def __init__(self, host: PageHost) -> None:
         self.known = authenticator()
         self._host = host
-        self._server = TcpServer(host, lambda given: self.known.caller(given).tenant, HOST)
+        self._server = TcpServer(host, self.caller, HOST)
         self._server.start()
         self.address = self._server.address
 
+    def caller(self, given: str | None) -> Caller:
+        return self.known.caller(given)
+
     def open(self, tenant: Tenant) -> SplitTransport:
-        return SplitTransport(MemoryTransport(self._host, tenant), TcpPages(self.address, Credentials(token(tenant))))
+        return SplitTransport(
+            MemoryTransport(self._host, Caller(tenant)), TcpPages(self.address, Credentials(token(tenant)))
+        )
 
     def close(self) -> None:
         self._server.close()
@@ -399,4 +404,4 @@ def silent() -> Iterator[tuple[TcpPages, str]]:
 def test_a_server_that_cannot_listen_says_where(world: World) -> None:
     port = int(world.served.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}"):
-        TcpServer(world.host, lambda given: ONE, HOST, port)
+        TcpServer(world.host, lambda given: Caller(ONE), HOST, port)

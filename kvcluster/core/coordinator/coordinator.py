@@ -75,6 +75,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
     Warn,
 )
+from kvcluster.core.read_grants import owner_of
 from kvcluster.core.tombstones import Tombstones
 
 
@@ -162,6 +163,7 @@ class Coordinator:
                 Tick: self._tick,
                 Stalled: self._stalled,
             },
+            reading=_READING,
         )
 
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
@@ -204,13 +206,28 @@ class Coordinator:
 
     def _attach(self, request: Request[Attach], now: int) -> list[Effect]:
         state = self.state
-        space = state.namespaces.attach(request.tenant, request.question.spec)
-        if space is None:
-            return [Answer(request.call, Refused(RefusedKind.LIMIT, "the limit of namespaces is reached; purge one"))]
+        space = self._attached_space(request)
+        if isinstance(space, Refused):
+            return [Answer(request.call, space)]
         shards = tuple(member.address for member in state.members.all())
-        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None and not space.spec.private
-        attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
+        ttl_ns, stores = state.tickets.ttl_ns, space.tenant == request.tenant and not request.read_only
+        wants_tokens = stores and self._emitter is not None and not space.spec.private
+        attached = Attached(
+            space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens, read_only=not stores
+        )
         return [Answer(request.call, attached)]
+
+    def _attached_space(self, request: Request[Attach]) -> CoordinatorNamespace | Refused:
+        """Returns the namespace that this attach is about, or why it is refused."""
+        namespaces, spec, owner = self.state.namespaces, request.question.spec, owner_of(request)
+        if isinstance(owner, Refused):
+            return owner
+        if owner == request.tenant:
+            own = namespaces.attach(owner, spec)
+            return own or Refused(RefusedKind.LIMIT, "the limit of namespaces is reached; purge one")
+        return namespaces.known(spec.namespace(owner)) or Refused(
+            RefusedKind.UNKNOWN_NAMESPACE, namespaces.why_unknown(owner, spec)
+        )
 
     def _siblings(self, request: Request[Siblings], space: CoordinatorNamespace, now: int) -> list[Effect]:
         return [Answer(request.call, SiblingSpecs(self.state.namespaces.siblings(space)))]
@@ -265,5 +282,11 @@ class Coordinator:
             state.rebuild_until += m.late_ns
         return []
 
+
+_READING = (
+    *(Attach, PrepareLoad, RenewTicket, EndTicket, Explain, Siblings),
+    *(GetNamespaces, RegisterEngine, GetEngines, GetPins, GetStatus),
+)
+"""The questions of a credential that is read-only."""
 
 _TOO_MANY_ENGINES = Refused(RefusedKind.LIMIT, "the limit of registered engines is reached; this one is still served")

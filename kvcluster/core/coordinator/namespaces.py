@@ -7,7 +7,7 @@ lookup names the namespace and its tenant: to every other tenant the namespace d
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
@@ -171,9 +171,10 @@ class NamespaceTable:
             owned[space_id] = space
         return space
 
-    def find(self, space_id: NamespaceId, tenant: Tenant) -> CoordinatorNamespace | None:
+    def find(self, space_id: NamespaceId, tenants: Collection[Tenant]) -> CoordinatorNamespace | None:
+        """Returns the namespace of that id if it is of one of these tenants."""
         space = self._spaces.get(space_id)
-        return space if space is not None and space.tenant == tenant else None
+        return space if space is not None and space.tenant in tenants else None
 
     def known(self, space_id: NamespaceId) -> CoordinatorNamespace | None:
         """Returns the namespace without a tenant check, for reports of shards, which hold blocks of every tenant."""
@@ -226,10 +227,21 @@ class NamespaceTable:
     def siblings(self, space: CoordinatorNamespace) -> tuple[KVSpec, ...]:
         """Returns the specs of the tenant's other namespaces that hold blocks, the most similar first; none of private
         pages."""
-        own = self._owned[space.tenant].values()
-        others = [s for s in own if s is not space and len(s.index) and not s.spec.private]
-        others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
-        return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
+        return tuple(self._nearest(space.tenant, space.spec))
+
+    def why_unknown(self, tenant: Tenant, spec: KVSpec) -> str:
+        """Returns why a tenant has no namespace of that spec: for people who expected it to have one."""
+        nearest = next(iter(self._nearest(tenant, spec)), None)
+        differs = f"; its nearest spec differs in {', '.join(differing_fields(spec, nearest))}" if nearest else ""
+        return f"tenant {tenant!r} has no KV of this spec{differs}"
+
+    def _nearest(self, tenant: Tenant, spec: KVSpec) -> list[KVSpec]:
+        """Returns the other specs of the tenant's namespaces that hold blocks, the most similar first; none of private
+        pages."""
+        own = self._owned.get(tenant, {}).values()
+        others = [s for s in own if s.spec != spec and len(s.index) and not s.spec.private]
+        others.sort(key=lambda other: (len(differing_fields(spec, other.spec)), other.id))
+        return [other.spec for other in others[: limits.EXPLAINED_NAMESPACES]]
 
     def listed(self, tenant: Tenant) -> tuple[tuple[KVSpec, int], ...]:
         """Returns the tenant's namespaces and the number of blocks in each, by model, then the largest first; none of

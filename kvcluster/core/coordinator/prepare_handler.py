@@ -19,7 +19,7 @@ from kvcluster.core.coordinator.need_planner import NeedPlanner
 from kvcluster.core.coordinator.replicator import Replicator
 from kvcluster.core.coordinator.tickets import IssuedTicket
 from kvcluster.core.coordinator.tiering import Tiering
-from kvcluster.core.ids import Attempt, BlockHash, Tenant
+from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import (
     Answer,
     BlockFate,
@@ -69,7 +69,7 @@ class PrepareHandler:
             return [Answer(request.call, _BAD_PART)]
         if state.off:
             return [Answer(request.call, LoadGrant(0, (), 0, OFF))]
-        again = self._answered_before(m.attempt, space, LoadGrant)
+        again = self._answered_before(request, space, LoadGrant)
         if again is not None:
             return [Answer(request.call, again)]
         found = space.index.find(m.hashes, m.need, youngest=m.attempt.holder[-1] % 2 == 1)
@@ -79,18 +79,18 @@ class PrepareHandler:
         if m.awaited is not None and miss is not None and (found.blocks < m.awaited or _is_pending(miss)):
             return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         if m.hashes and not m.again:
-            self._count_lookup(space, m, found.blocks, miss)
+            self._count_lookup(space, request, found.blocks, miss)
         hashes = m.hashes[: found.blocks]
         if not m.hold:
             return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
-        held = hashes[: self._may_hold(space, m.attempt, hashes)]
+        held = hashes[: self._may_hold(space, request, hashes)]
         space.index.touch(held, now, now + self._hold)
         space.index.touch(hashes[len(held) :], now, 0)
         self._replicator.loaded(space, hashes, now)
         self._tiering.loaded(space, hashes, now)
         grant = LoadGrant(found.blocks, found.runs, self._hold if held else 0, miss)
         if held:
-            ticket = IssuedTicket(space.tenant, m.attempt, space.id, grant, now + state.tickets.ttl_ns, held)
+            ticket = IssuedTicket(request.tenant, m.attempt, space.id, grant, now + state.tickets.ttl_ns, held)
             ticket.known, ticket.block_bytes = self._known(space), space.spec.block_bytes
             state.tickets.add(ticket)
         return [Answer(request.call, grant)]
@@ -99,7 +99,7 @@ class PrepareHandler:
         state, m = self._state, request.question
         if not m.parts or not all(space.has(group, part) for group, part in m.parts):
             return [Answer(request.call, _BAD_PART)]
-        again = self._answered_before(m.attempt, space, StoreGrant)
+        again = self._answered_before(request, space, StoreGrant)
         if again is not None and not state.off:
             return [Answer(request.call, again)]
         state.count(space.tenant, "stores")
@@ -184,24 +184,27 @@ class PrepareHandler:
             return _BEING_WRITTEN
         return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
 
-    def _count_lookup(self, space: CoordinatorNamespace, m: PrepareLoad, hit: int, miss: Miss | None) -> None:
-        """Counts a lookup that found the first `hit` blocks. `miss`: why not one more."""
-        state, tokens, asked = self._state, space.spec.block_tokens, len(m.hashes)
+    def _count_lookup(
+        self, space: CoordinatorNamespace, request: Request[PrepareLoad], hit: int, miss: Miss | None
+    ) -> None:
+        """Counts a lookup that found the first `hit` blocks, as its caller's. `miss`: why not one more."""
+        state, m, tokens = self._state, request.question, space.spec.block_tokens
+        asked = len(m.hashes)
         for name, amount in (("loads", 1), ("asked_blocks", asked), ("hit_blocks", hit)):
-            state.count(space.tenant, name, amount)
-        state.count(space.tenant, "asked_tokens", asked * tokens)
-        state.count(space.tenant, "hit_tokens", hit * tokens)
+            state.count(request.tenant, name, amount)
+        state.count(request.tenant, "asked_tokens", asked * tokens)
+        state.count(request.tenant, "hit_tokens", hit * tokens)
         if m.hold:
             state.counters["reused_tokens"] += hit * tokens
         if miss is not None:
             state.missed_tokens[miss.reason] += (asked - hit) * tokens
 
-    def _may_hold(self, space: CoordinatorNamespace, attempt: Attempt, hashes: Sequence[BlockHash]) -> int:
+    def _may_hold(self, space: CoordinatorNamespace, request: Request[PrepareLoad], hashes: Sequence[BlockHash]) -> int:
         """Returns how many of these blocks, from the first on, a ticket of this attempt may hold."""
-        state, tenant = self._state, space.tenant
+        state, tenant, attempt = self._state, request.tenant, request.question.attempt
         if not self._hold:
             return 0
-        alone = state.namespaces.tenants < 2
+        alone = state.namespaces.tenants < 2 and tenant == space.tenant
         count = state.tickets.holds.fitting(
             *(space.id, tenant, hashes),
             block_bytes=space.spec.block_bytes,
@@ -247,14 +250,17 @@ class PrepareHandler:
         return PURGING if late else _NO_ROOM
 
     def _answered_before(
-        self, attempt: Attempt, space: CoordinatorNamespace, kind: type[LoadGrant | StoreGrant]
+        self,
+        request: Request[PrepareLoad] | Request[PrepareStore],
+        space: CoordinatorNamespace,
+        kind: type[LoadGrant | StoreGrant],
     ) -> LoadGrant | StoreGrant | Refused | None:
         """Returns the answer that this attempt got before, if it repeats a prepare whose reply was lost.
 
         Returns None, so that the prepare is answered like a new one, if there was none, or if a shard has been lost or
         the namespace purged since: no answer may name lost or purged blocks.
         """
-        ticket = self._state.tickets.get((space.tenant, attempt))
+        ticket = self._state.tickets.get((request.tenant, request.question.attempt))
         if ticket is None:
             return None
         if ticket.space != space.id or not isinstance(ticket.answer, kind):

@@ -5,8 +5,9 @@ write, so that two workers do not move the same bytes. Both end by EndTicket or 
 are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is kept with its
 ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store pending.
 
-HeldBlocks has the blocks that running load tickets keep from eviction, and the bytes of each tenant among them. A block
-that several tickets of a tenant hold counts once, in raw bytes, as long as one of them runs. A tenant may hold its
+HeldBlocks has the blocks that running load tickets keep from eviction, and the bytes of each tenant among them: of who
+reads, which may be another than whose blocks they are. A block that several tickets of a tenant hold counts once, in
+raw bytes, as long as one of them runs. A tenant may hold its
 share of all addressable bytes (tenant_shares.py): of a chain that takes more, the first blocks are held and the others
 are not. Those are loaded like any other if they are still there when they are read. A tenant without others has no
 bound.
@@ -30,12 +31,11 @@ from kvcluster.core.tenant_shares import HolderShares, Owner, Shares
 
 
 class _Held:
-    """The held blocks of one namespace, each with the number of tickets that hold it."""
+    """The blocks of one namespace that one tenant holds, each with the number of tickets that hold it."""
 
-    __slots__ = ("block_bytes", "counts", "tenant")
+    __slots__ = ("block_bytes", "counts")
 
-    def __init__(self, tenant: Tenant, block_bytes: int) -> None:
-        self.tenant = tenant
+    def __init__(self, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.counts: dict[BlockHash, int] = {}
 
@@ -44,7 +44,7 @@ class HeldBlocks:
     """The held blocks of all tenants."""
 
     def __init__(self) -> None:
-        self._spaces: dict[NamespaceId, _Held] = {}  # none without a block
+        self._spaces: dict[tuple[NamespaceId, Tenant], _Held] = {}  # none without a block
         self._bytes = Shares(0)
 
     def held_bytes(self, tenant: Tenant) -> int:
@@ -67,7 +67,7 @@ class HeldBlocks:
         room = self._bytes.room(tenant) // max(1, block_bytes)
         if len(hashes) <= room:
             return len(hashes)
-        held = self._spaces.get(space)
+        held = self._spaces.get((space, tenant))
         for at, block in enumerate(hashes):
             if held is None or block not in held.counts:
                 if not room:
@@ -79,20 +79,20 @@ class HeldBlocks:
         """Holds these blocks for one ticket more."""
         if not hashes:
             return
-        held = self._spaces.get(space)
+        held = self._spaces.get((space, tenant))
         if held is None:
-            held = self._spaces[space] = _Held(tenant, block_bytes)
+            held = self._spaces[space, tenant] = _Held(block_bytes)
         counts, before = held.counts, len(held.counts)
         for block in hashes:
             counts[block] = counts.get(block, 0) + 1
         if len(counts) > before:
             self._bytes.add(tenant, (len(counts) - before) * held.block_bytes)
 
-    def remove(self, space: NamespaceId, hashes: Sequence[BlockHash]) -> None:
+    def remove(self, space: NamespaceId, tenant: Tenant, hashes: Sequence[BlockHash]) -> None:
         """Undoes `add`, for the end of a ticket."""
         if not hashes:
             return
-        held = self._spaces[space]
+        held = self._spaces[space, tenant]
         counts, before = held.counts, len(held.counts)
         for block in hashes:
             left = counts[block] - 1
@@ -101,9 +101,9 @@ class HeldBlocks:
             else:
                 del counts[block]
         if len(counts) < before:
-            self._bytes.remove(held.tenant, (before - len(counts)) * held.block_bytes)
+            self._bytes.remove(tenant, (before - len(counts)) * held.block_bytes)
         if not counts:
-            del self._spaces[space]
+            del self._spaces[space, tenant]
 
 
 Place = tuple[int, Part]
@@ -208,8 +208,8 @@ TicketName = tuple[Tenant, Attempt]
 
 @dataclass(slots=True)
 class IssuedTicket:
-    """A promise. `hashes` are held (load), or the parts `places` of the blocks `writes` are this attempt's to write
-    (store).
+    """A promise to a tenant. `hashes` are held (load), or the parts `places` of the blocks `writes` are this attempt's
+    to write (store).
 
     `known` is the state that the answer was based on: the answer may be repeated while that is unchanged.
     `block_bytes` is what each of `hashes` takes, unencoded; `writing_bytes` what is still to be written of `writes`.
@@ -307,7 +307,7 @@ class TicketBook:
             return None
         self._shares.remove((ticket.tenant, ticket.attempt.holder))
         self._named.remove(ticket.tenant, ticket.named)
-        self.holds.remove(ticket.space, ticket.hashes)
+        self.holds.remove(ticket.space, ticket.tenant, ticket.hashes)
         self.writers.end(ticket.space, ticket.writes, ticket.places, ticket.attempt)
         self._write_less(ticket, ticket.writing_bytes)
         return ticket

@@ -41,6 +41,7 @@ from kvcluster.core.messages.common import (
     Run,
     ShardAddress,
     Source,
+    request_of,
 )
 from kvcluster.core.messages.coordinator import (
     Attach,

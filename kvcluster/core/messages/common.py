@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import CallId, Epoch, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Caller, CallId, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.miss import Loss
 from kvcluster.core.tiers import Tier
 
@@ -91,6 +91,7 @@ class Refused:
     detail: str
 
 
+Q = TypeVar("Q")
 Q_co = TypeVar("Q_co", covariant=True)
 
 
@@ -99,8 +100,8 @@ class Request(Generic[Q_co]):
     """A question as it reaches a core.
 
     `call` is chosen by the driver, and the core's Answer repeats it. `tenant` is the one that the caller's credential
-    names, and `operator` whether it may see the whole cluster. `namespace` is None if the question is not about one
-    namespace.
+    names; `operator`, `read_only` and `reads` are what this permits (ids.Caller). `namespace` is None if the question
+    is not about one namespace.
     """
 
     call: CallId
@@ -108,3 +109,10 @@ class Request(Generic[Q_co]):
     namespace: NamespaceId | None
     question: Q_co
     operator: bool = False
+    read_only: bool = False
+    reads: frozenset[Tenant] = frozenset()
+
+
+def request_of(caller: Caller, call: CallId, namespace: NamespaceId | None, question: Q) -> Request[Q]:
+    """Returns the request of that caller."""
+    return Request(call, caller.tenant, namespace, question, caller.operator, caller.read_only, caller.reads)

@@ -20,15 +20,18 @@ from kvcluster.core.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Attaches a worker by its spec. Answered by Attached."""
+    """Attaches a worker by its spec. `owner`: the tenant whose KV it reads by a grant; None for that of its
+    credential. Answered by Attached."""
 
     spec: KVSpec
+    owner: Tenant | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The namespace of the caller's spec, and the terms of this coordinator (times in nanoseconds). `wants_tokens`:
-    stores are to include token ids, for subscribers of KV events (core/coordinator/event_emitter.py)."""
+    stores are to include token ids, for subscribers of KV events (core/coordinator/event_emitter.py). `read_only`: the
+    caller's credential stores nothing."""
 
     namespace: NamespaceId
     epoch: Epoch
@@ -36,6 +39,7 @@ class Attached:
     run_blocks: int
     shards: tuple[ShardAddress, ...] = ()
     wants_tokens: bool = False
+    read_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

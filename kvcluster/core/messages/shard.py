@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import PageKey
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import INGEST, Tier
@@ -17,9 +17,10 @@ from kvcluster.release import PROTOCOL_VERSION
 
 @dataclass(frozen=True, slots=True)
 class AttachShard:
-    """Attaches a worker to a shard by its spec. Answered by AttachedShard."""
+    """Attaches a worker to a shard by its spec. `owner` as in Attach. Answered by AttachedShard."""
 
     spec: KVSpec
+    owner: Tenant | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,7 @@ class Shard:
                 Tick: self._tick,
                 Stalled: self._stalled,
             },
+            reading=(AttachShard, GetOffers, Pin, PinSpans, Unpin, Renew, Suspect, Flush),
         )
 
     def step(self, message: ShardMessage, now: int) -> list[Effect]:

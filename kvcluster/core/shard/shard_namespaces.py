@@ -1,12 +1,12 @@
 """The namespaces that a shard knows: the tenant and the spec of each, and the parts that it has held.
 
-A namespace is found only by its own tenant, and by other shards of the cluster, which ask for all tenants
-(ids.CLUSTER).
+A namespace is found only by its own tenant, by those that may read its KV (docs/adr/0103), and by other shards of the
+cluster, which ask for all tenants (ids.CLUSTER).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
@@ -162,9 +162,10 @@ class ShardNamespaces:
                 if pool.adopt(tier, page):
                     space.hold(page.key.group, page.key.part)
 
-    def find(self, space_id: NamespaceId, tenant: Tenant) -> ShardNamespace | None:
+    def find(self, space_id: NamespaceId, tenants: Collection[Tenant]) -> ShardNamespace | None:
+        """Returns the namespace of that id if it is of one of these tenants, or a shard of the cluster asks."""
         space = self._spaces.get(space_id)
-        return space if space is not None and tenant in (space.tenant, CLUSTER) else None
+        return space if space is not None and (space.tenant in tenants or CLUSTER in tenants) else None
 
     def known(self, space_id: NamespaceId) -> ShardNamespace | None:
         """Returns the namespace of any tenant, for the shard's own work; None if it is not known."""

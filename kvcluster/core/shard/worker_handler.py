@@ -33,6 +33,7 @@ from kvcluster.core.messages import (
     Unpin,
 )
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.read_grants import owner_of
 from kvcluster.core.shard.page import PageState
 from kvcluster.core.shard.pin_handler import PinHandler
 from kvcluster.core.shard.puller import Puller
@@ -64,10 +65,17 @@ class WorkerHandler:
         self._puller = puller
 
     def attach(self, request: Request[AttachShard], now: int) -> list[Effect]:
-        state = self._state
-        space = state.namespaces.attach(request.tenant, request.question.spec)
+        state, spec, owner = self._state, request.question.spec, owner_of(request)
+        if isinstance(owner, Refused):
+            return [Answer(request.call, owner)]
+        if owner == request.tenant:
+            space = state.namespaces.attach(owner, spec)
+            refused = Refused(RefusedKind.LIMIT, "too many namespaces of this tenant")
+        else:
+            space = state.namespaces.known(spec.namespace(owner))
+            refused = Refused(RefusedKind.UNKNOWN_NAMESPACE, f"this shard has no KV of tenant {owner!r} of this spec")
         if space is None:
-            return [Answer(request.call, Refused(RefusedKind.LIMIT, "too many namespaces of this tenant"))]
+            return [Answer(request.call, refused)]
         return [Answer(request.call, AttachedShard(space.id, state.epoch, state.leases.ttl_ns))]
 
     def pin(self, request: Request[Pin], space: ShardNamespace, now: int) -> list[Effect]:

@@ -65,12 +65,14 @@ class IssuedCredential(_message.Message):
     def __init__(self, token: _Optional[str] = ..., valid_ns: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_version", "spec")
+    __slots__ = ("protocol_version", "spec", "owner")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     spec: bytes
-    def __init__(self, protocol_version: _Optional[int] = ..., spec: _Optional[bytes] = ...) -> None: ...
+    owner: str
+    def __init__(self, protocol_version: _Optional[int] = ..., spec: _Optional[bytes] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
     __slots__ = ("namespace", "attempt", "hashes", "need", "hold", "awaited", "again")
@@ -375,7 +377,7 @@ class Links(_message.Message):
     def __init__(self, shard: _Optional[_Iterable[str]] = ..., transport: _Optional[_Iterable[str]] = ..., trip_ns: _Optional[_Iterable[int]] = ..., why: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Attached(_message.Message):
-    __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards", "wants_tokens")
+    __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards", "wants_tokens", "read_only")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +385,7 @@ class Attached(_message.Message):
     RUN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     WANTS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_ONLY_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     namespace: bytes
     epoch: int
@@ -390,7 +393,8 @@ class Attached(_message.Message):
     run_blocks: int
     shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardAddress]
     wants_tokens: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., ticket_ttl_ns: _Optional[int] = ..., run_blocks: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardAddress, _Mapping]]] = ..., wants_tokens: bool = ...) -> None: ...
+    read_only: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., ticket_ttl_ns: _Optional[int] = ..., run_blocks: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardAddress, _Mapping]]] = ..., wants_tokens: bool = ..., read_only: bool = ...) -> None: ...
 
 class LoadGrant(_message.Message):
     __slots__ = ("blocks", "runs", "hold_ns", "miss")

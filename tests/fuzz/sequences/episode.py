@@ -19,7 +19,7 @@ import torch
 
 import kvcluster
 from kvcluster.client.client import Client
-from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.ids import BlockHash, Caller, ShardId
 from kvcluster.core.messages import ShardAddress, WriteRequest, Written
 from kvcluster.errors import CallerError, KVClusterError, LostTokens, ResidentSetFull
 from kvcluster.runtime.auth import DEFAULT_TENANT
@@ -87,7 +87,7 @@ class World:
         for host in self.cluster.shards.values():
             sender = host.core.state.report_sender
             host.inspect(lambda sender=sender: setattr(sender, "_next_report", 0))  # type: ignore[misc]
-            MemoryTransport(host, DEFAULT_TENANT).flush(Deadline.after_ms(BOUND_S * 1e3))
+            MemoryTransport(host, Caller(DEFAULT_TENANT)).flush(Deadline.after_ms(BOUND_S * 1e3))
 
     def public_blocks(self, spec: kvcluster.KVSpec) -> set[BlockHash]:
         """Returns the names of the blocks that shards have in the namespace of a spec."""

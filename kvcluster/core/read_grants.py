@@ -1,0 +1,27 @@
+"""Whose KV an attach is about: the caller's own, or that of a tenant who is granted to it (docs/adr/0103).
+
+A grant lets a tenant read the KV of another, its owner. Everything that is read is charged to the reader; all that is
+stored, and the namespaces themselves, to the owner. So a reader creates none: what it attaches to must be there.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import Attach, AttachShard, Refused, RefusedKind, Request
+
+
+def owner_of(request: Request[Attach] | Request[AttachShard]) -> Tenant | Refused:
+    """Returns the tenant whose KV this attach is about, or why the caller may not read that. Tenants that do not exist
+    are refused in the same words as those that are not granted."""
+    owner, spec = request.question.owner, request.question.spec
+    if owner is None or owner == request.tenant:
+        return request.tenant
+    if owner not in request.reads:
+        return Refused(
+            RefusedKind.BAD,
+            f"this credential may not read the KV of tenant {owner!r}: a line `grant  {request.tenant}  reads  {owner}`"
+            " in the token file of every server permits it",
+        )
+    if spec.private:
+        return Refused(RefusedKind.BAD, "the private pages of a sequence are read by their owner alone")
+    return owner
