@@ -28,10 +28,15 @@ Build = Callable[[CallId], Any]
 
 
 def build_request(
-    question: Any, tenant: Tenant, namespace: NamespaceId | None = None, *, operator: bool = True
+    question: Any,
+    tenant: Tenant,
+    namespace: NamespaceId | None = None,
+    *,
+    operator: bool = True,
+    reads: frozenset[Tenant] = frozenset(),
 ) -> Build:
     """Returns a function that makes a Request of this question."""
-    return lambda call: Request(call, tenant, namespace, question, operator)
+    return lambda call: Request(call, tenant, namespace, question, operator, reads=reads)
 
 
 class Core(Protocol):

@@ -67,9 +67,9 @@ def test_it_changes_nothing(cluster: MemoryCluster) -> None:
 
 def test_without_a_grant_it_is_told_which_line_is_missing(cluster: MemoryCluster) -> None:
     for owner in (OWNER, "nobody"):
-        with client_of(cluster, Caller(Tenant(TEAM)), reads=owner) as client:
-            with pytest.raises(CallerError, match=f"grant  {TEAM}  reads  {owner}"):
-                client.lookup(TOKENS)
+        missing = pytest.raises(CallerError, match=f"grant  {TEAM}  reads  {owner}")
+        with client_of(cluster, Caller(Tenant(TEAM)), reads=owner) as client, missing:
+            client.lookup(TOKENS)
 
 
 @pytest.mark.parametrize("name", ["", "two words", "-", "*", b"public", 7])
@@ -112,9 +112,9 @@ def test_a_client_whose_token_is_read_only_loads_and_stores_nothing(cluster: Mem
 
 
 def test_one_that_has_asked_nothing_yet_is_refused_by_the_cluster(cluster: MemoryCluster) -> None:
-    with client_of(cluster, Caller(Tenant(OWNER), read_only=True)) as client:
-        with pytest.raises(CallerError, match="token is read-only"):
-            client.clear()
+    refused = pytest.raises(CallerError, match="token is read-only")
+    with client_of(cluster, Caller(Tenant(OWNER), read_only=True)) as client, refused:
+        client.clear()
 
 
 def test_owners_and_readers_in_too_little_memory_against_plain_tensors(start: Start) -> None:

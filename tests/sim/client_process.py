@@ -93,10 +93,15 @@ class ClientProcess(Process):
     # ------------------------------------------------------------------------------------------- questions
 
     def ask(
-        self, question: CoordinatorQuestion, tenant: Tenant, give_up: int, namespace: NamespaceId | None = None
+        self,
+        question: CoordinatorQuestion,
+        tenant: Tenant,
+        give_up: int,
+        namespace: NamespaceId | None = None,
+        reads: frozenset[Tenant] = frozenset(),
     ) -> Script:
         """Asks the coordinator one question. Returns the reply, or None if no answer comes."""
-        build = build_request(question, tenant, namespace)
+        build = build_request(question, tenant, namespace, reads=reads)
         promise = self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
         self._asked += 1
         number = self._asked
@@ -115,11 +120,12 @@ class ClientProcess(Process):
         reply = None
         for _ in range(4):
             if model not in self._attached:
-                attached = yield from self.ask(Attach(model.spec), model.tenant, give_up)
+                attached = yield from self._attach(model, give_up)
                 if not isinstance(attached, Attached):
                     continue
                 self._attached[model] = attached
-            reply = yield from self.ask(question, model.tenant, give_up, model.space)
+            caller = model.caller
+            reply = yield from self.ask(question, caller.tenant, give_up, model.space, caller.reads)
             if isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 self._attached.pop(model, None)
             elif reply is not None or self.now() >= give_up:
@@ -128,7 +134,7 @@ class ClientProcess(Process):
 
     def end_ticket(self, model: Model, attempt: Attempt) -> None:
         """Ends a ticket without waiting for the answer. If the message is lost, the ticket ends by time."""
-        build = build_request(EndTicket(attempt), model.tenant)
+        build = build_request(EndTicket(attempt), model.caller.tenant)
         self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
 
     def attach(self, model: Model, give_up: int) -> Script:
@@ -136,10 +142,14 @@ class ClientProcess(Process):
         for _ in range(2):
             if model in self._attached or self.now() >= give_up:
                 break
-            attached = yield from self.ask(Attach(model.spec), model.tenant, give_up)
+            attached = yield from self._attach(model, give_up)
             if isinstance(attached, Attached):
                 self._attached[model] = attached
         return self._attached.get(model)
+
+    def _attach(self, model: Model, give_up: int) -> Script:
+        caller = model.caller
+        return (yield from self.ask(Attach(model.spec, model.owner), caller.tenant, give_up, reads=caller.reads))
 
     # --------------------------------------------------------------------------------------------- shards
 
@@ -147,11 +157,12 @@ class ClientProcess(Process):
         """Attaches the namespace at a shard, if it is not yet. Returns None, or the error that `open` returns."""
         if (shard, model.space) in self._attached_shards:
             return None
-        process = self.world.shard_at(shard.address)
-        promise = self.world.network.ask(self, process, build_request(AttachShard(model.spec), model.tenant))
+        process, caller = self.world.shard_at(shard.address), model.caller
+        build = build_request(AttachShard(model.spec, model.owner), caller.tenant, reads=caller.reads)
+        promise = self.world.network.ask(self, process, build)
         reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
         if isinstance(reply, Refused):
-            return LimitError(reply.detail)
+            return LimitError(reply.detail) if model.reader is None else Unavailable(Miss(MissReason.SHARD_LOST))
         if not isinstance(reply, AttachedShard):
             return _trouble(reply)
         if reply.epoch != shard.epoch:
@@ -176,7 +187,7 @@ class ClientProcess(Process):
         if process is None or left_ns <= 0:
             return _trouble(TIMED_OUT)
         line: Line = self.world.network.connect(
-            self, process, process.serve, SessionRequest(model.tenant, request, left_ns)
+            self, process, process.serve, SessionRequest(model.caller, request, left_ns)
         )
         head = yield line.down.next(), left_ns
         if isinstance(head, list):

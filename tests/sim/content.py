@@ -17,7 +17,7 @@ from typing import NamedTuple
 from kvcluster.core import codecs, hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
-from kvcluster.core.ids import BlockHash, Holder, NamespaceId, Tenant
+from kvcluster.core.ids import BlockHash, Caller, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import Need, PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
@@ -39,12 +39,25 @@ def _plain(model: str, weights: str) -> KVSpec:
 
 @dataclass(frozen=True, eq=False, slots=True)  # there is one of each, so that they hash and compare by identity
 class Model:
-    """A spec of one tenant: a namespace."""
+    """A spec of one tenant: a namespace. `reader`: another tenant, who reads it by a grant; None for its own."""
 
     name: str
     tenant: Tenant
     spec: KVSpec
     space: NamespaceId
+    reader: Tenant | None = None
+
+    @property
+    def caller(self) -> Caller:
+        """Who asks about it."""
+        if self.reader is None:
+            return Caller(self.tenant)
+        return Caller(self.reader, reads=frozenset({self.tenant}))
+
+    @property
+    def owner(self) -> Tenant | None:
+        """Whom an Attach names."""
+        return self.tenant if self.reader is not None else None
 
     def whole(self) -> tuple[tuple[int, Part], ...]:
         """Returns all groups, each with its whole part."""
@@ -106,6 +119,12 @@ PRIVATE: dict[Model, Model] = {
 
 SEQUENCE_SPACES = {model.space: model for model in (*SEQUENCE_MODELS, *PRIVATE.values())}
 BY_SPACE = {model.space: model for model in MODELS} | SEQUENCE_SPACES
+
+
+@cache
+def read_by_another(model: Model) -> Model:
+    """Returns the same namespace as the other tenant reads it."""
+    return replace(model, reader=RED if model.tenant == BLUE else BLUE)
 
 
 _ORIGINS: dict[tuple[NamespaceId, BlockHash], tuple[BlockHash | None, tuple[int, ...]]] = {}

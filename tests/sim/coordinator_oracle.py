@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     PrepareLoad,
     PrepareStore,
     Purge,
+    Refused,
     Report,
     ReportAck,
     Request,
@@ -105,6 +106,8 @@ class CoordinatorOracle:
         self._quotas.stepped(c, message, _reply(effects))
         if isinstance(message, Tick):
             self._ticked(c)
+        elif isinstance(message, Request) and _would_change_another_s(message):
+            require(isinstance(_reply(effects), Refused), "a tenant changes what another has")
         elif isinstance(message, Request) and (judge := self._judges.get(type(message.question))) is not None:
             judge(c, message, _reply(effects), now)
 
@@ -170,7 +173,8 @@ class CoordinatorOracle:
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
             owner = content.BY_SPACE[namespace_of(request)].tenant
-            require(owner == request.tenant, "a tenant is told where another's blocks lie")
+            told = (request.tenant, *request.reads)
+            require(owner in told, "a tenant is told where another's blocks lie")
             hashes = request.question.hashes
             require(
                 (reply.miss is None) == (reply.blocks == len(hashes)),
@@ -192,9 +196,10 @@ class CoordinatorOracle:
         if new is None or not new.hashes or state.rebuilding or state.namespaces.tenants < 2:
             return
         loads = [ticket for ticket in state.tickets.all() if ticket.hashes]
-        if sum(ticket.space == new.space and new.hashes[-1] in ticket.hashes for ticket in loads) > 1:
+        place = new.tenant, new.space
+        if sum((ticket.tenant, ticket.space) == place and new.hashes[-1] in ticket.hashes for ticket in loads) > 1:
             return
-        held = {(ticket.space, block): ticket for ticket in loads for block in ticket.hashes}
+        held = {(ticket.tenant, ticket.space, block): ticket for ticket in loads for block in ticket.hashes}
         own = sum(ticket.block_bytes for ticket in held.values() if ticket.tenant == new.tenant)
         free = state.members.addressable_bytes - sum(ticket.block_bytes for ticket in held.values())
         require(own <= free, f"tickets of {new.tenant} hold {own} bytes, and leave {free}")
@@ -338,6 +343,13 @@ class CoordinatorOracle:
                 for wanted, value in ((m.model, spec.model), (m.weights, spec.weights), (m.adapter, spec.adapter))
             ):
                 self._purged_at[model.space] = self._world.kernel.now
+
+
+def _would_change_another_s(request: Request[Any]) -> bool:
+    """Whether a question of a tenant would change something in another's namespace."""
+    if not isinstance(request.question, PrepareStore | PinBlocks | UnpinBlocks | SyncTables):
+        return False
+    return content.BY_SPACE[namespace_of(request)].tenant != request.tenant
 
 
 def _reply(effects: list[Effect]) -> object:

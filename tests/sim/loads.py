@@ -90,7 +90,12 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
                 world.network.ask(
                     worker,
                     world.shard_at(shard.address),
-                    build_request(Suspect(shard.epoch, keys), self._model.tenant, self._model.space),
+                    build_request(
+                        Suspect(shard.epoch, keys),
+                        self._model.caller.tenant,
+                        self._model.space,
+                        reads=self._model.caller.reads,
+                    ),
                 )
             case FinishLoad(loaded, error):
                 require(error is None, f"a load ends in an error: {error!r}")

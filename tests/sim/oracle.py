@@ -162,7 +162,7 @@ class Oracle:
 
     def _pin(self, shard: ShardProcess, request: Request[Pin], effects: list[Effect]) -> None:
         tenant, owner = request.tenant, content.BY_SPACE[namespace_of(request)].tenant
-        if request.question.epoch != shard.core.epoch or owner not in (tenant, ""):
+        if request.question.epoch != shard.core.epoch or owner not in (tenant, "", *request.reads):
             require(_refused(effects) or tenant == "", "a pin meant for another incarnation or tenant is granted")
         for key in request.question.keys if tenant else ():  # a shard that copies pages has no tenant
             holder = content.private_holder(key.hash)

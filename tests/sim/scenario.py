@@ -69,6 +69,12 @@ they were."""
 FIRST_WITH_QUOTAS = 20_000_000
 """Likewise, whether tenants have quotas."""
 
+FIRST_WITH_GRANTS = 30_000_000
+"""Likewise, whether each tenant may read the other's KV."""
+
+GRANTS = 0.5
+"""The share of these seeds in which they may."""
+
 QUOTAS = 0.4
 """The share of these seeds in which tenants have quotas."""
 
@@ -112,6 +118,8 @@ class Scenario:
     quotas: tuple[Quotas, ...] = ()
     """The quotas that are put in force one after another, `quota_ns` apart."""
     quota_ns: int = 0
+    grants: float = 0.0
+    """The share of the conversations of an engine that are read in the other tenant's namespace, by a grant."""
     attends: bool = False
     """Whether each worker with sequences has one more user, who attends to sequences at the shards."""
 
@@ -201,6 +209,11 @@ def with_quotas(scenario: Scenario, rng: random.Random) -> Scenario:
     drawn = tuple(quotas() for _ in range(rng.choice((1, 2, 4, 8))))
     config = replace(scenario.config, shard=shard)
     return replace(scenario, config=config, quotas=drawn, quota_ns=rng.choice((400, 1_000)) * MS)
+
+
+def with_grants(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with tenants who read one another's KV, in a share of the seeds."""
+    return replace(scenario, grants=rng.choice((0.1, 0.3, 0.6))) if rng.random() < GRANTS else scenario
 
 
 def with_stops(scenario: Scenario, rng: random.Random) -> Scenario:

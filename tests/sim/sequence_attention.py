@@ -183,7 +183,7 @@ class Attender:
             process, left_ns = world.shard_at(shard.address), give_up - worker.now()
             if process is None or left_ns <= 0:
                 return ShardFailure()
-            opening = SessionRequest(worker.model.tenant, request, left_ns)
+            opening = SessionRequest(worker.model.caller, request, left_ns)
             line: Line = world.network.connect(worker, process, process.serve, opening)
             answer = yield line.down.next(), left_ns
             line.up.hang_up()

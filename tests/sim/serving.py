@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from kvcluster.core.ids import Caller, NamespaceId
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import (
     AttendRequest,
     Done,
@@ -109,7 +109,7 @@ def serve(shard: SessionHost, opening: SessionRequest, up: Pipe, down: Pipe) -> 
     request = opening.request
     if isinstance(request, WriteRequest):
         request = replace(request, wait_ns=min(request.wait_ns, opening.patience_ns))
-    plan = PageSession(Caller(opening.tenant), request)
+    plan = PageSession(opening.caller, request)
     namespace = None if isinstance(request, AttendRequest) else request.namespace
     session = Session(request.attempt, namespace, up, writes=isinstance(request, WriteRequest), plan=plan)
     if not shard.begin(session):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, NamespaceId, SpanId, Tenant
+from kvcluster.core.ids import Attempt, Caller, NamespaceId, SpanId
 from kvcluster.core.messages import (
     AttendRequest,
     PageKey,
@@ -62,7 +62,7 @@ class ArrivedSums:
 class SessionRequest(NamedTuple):
     """The opening of a load, store or Attend. Its server gives up after `patience_ns`."""
 
-    tenant: Tenant
+    caller: Caller
     request: ReadRequest | WriteRequest | AttendRequest
     patience_ns: int
 

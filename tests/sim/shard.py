@@ -11,7 +11,7 @@ import random
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, Caller, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
     Commit,
@@ -267,7 +267,8 @@ class ShardProcess(SimulatedCore):
         source = self.world.shard_at(effect.source.address)
         line = None
         if source is not None:
-            line = self.world.network.connect(self, source, source.serve, SessionRequest(CLUSTER, request, FETCH_NS))
+            opening = SessionRequest(Caller(CLUSTER, internal=True), request, FETCH_NS)
+            line = self.world.network.connect(self, source, source.serve, opening)
         session = Session(effect.attempt, effect.namespace, line.down if line else None, writes=True)
         session.pages = list(effect.slots)
         for slot in effect.slots:

@@ -63,6 +63,8 @@ SEEDS = {
     "removal-not-told": 0,
     "retold-in-part": 23,
     "tokens-of-another": 7,
+    "readers-change-what-they-read": 30_000_000,
+    "readers-hold-without-bound": 30_000_070,
     "stores-beyond-the-limit": 20_000_000,
     "writing-not-counted": 20_000_000,
     "lowered-limit-evicts-nothing": 20_000_000,
@@ -141,6 +143,7 @@ it is staged. CI draws 500 seeds beside these tests, so that a few serve here.""
 
 WITH_GPUS = range(scenario.FIRST_WITH_GPUS, scenario.FIRST_WITH_GPUS + 12)
 WITH_QUOTAS = range(scenario.FIRST_WITH_QUOTAS, scenario.FIRST_WITH_QUOTAS + 8)
+WITH_GRANTS = range(scenario.FIRST_WITH_GRANTS, scenario.FIRST_WITH_GRANTS + 8)
 
 
 @pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396])
@@ -152,12 +155,13 @@ def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
 
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run([*range(30), *RARE, *WITH_GPUS, *WITH_QUOTAS])
+    tally = runner.run([*range(30), *RARE, *WITH_GPUS, *WITH_QUOTAS, *WITH_GRANTS])
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS) + len(WITH_QUOTAS)
+    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS) + len(WITH_QUOTAS) + len(WITH_GRANTS)
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in (
         "load: hit",
+        "reader: hit",
         "store: committed",
         "store: full",
         "suspect: told",

@@ -57,6 +57,7 @@ class EngineSurroundings(WorkerSurroundings, Protocol):
     shards: dict[ShardId, ShardProcess]
     told_to_go: dict[ShardId, None]
     stranger_rng: random.Random
+    grant_rng: random.Random
 
 
 Errand = Callable[[EngineSurroundings, Worker], Script]
@@ -116,6 +117,8 @@ def conversation(world: EngineSurroundings) -> tuple[Model, tuple[BlockHash, ...
     """Draws a model and the first blocks of one of its conversations."""
     rng = world.rng
     model = world.models[int(len(world.models) * rng.random() ** 2)]
+    if world.scenario.grants and world.grant_rng.random() < world.scenario.grants:
+        model = content.read_by_another(model)
     prompt = int(world.scenario.prompts * rng.random() ** 2)
     number = int(CONVERSATIONS * rng.random() ** 1.5)
     return model, content.chain(model, prompt, number)[: rng.randint(1, content.LONGEST)]
@@ -130,7 +133,9 @@ def _request(world: EngineSurroundings, worker: Worker) -> Script:
     half = world.scenario.halves and world.later.random() < world.scenario.half_needs
     need = model.need(accept, half=half)
     loaded = yield from worker.load(model, hashes, need, wait_ns=kept_ns)
-    if loaded < len(hashes) and rng.random() < 0.9:
+    if model.reader is not None:
+        world.count("reader", "hit" if loaded else "miss")
+    elif loaded < len(hashes) and rng.random() < 0.9:
         # Ranks of several engines: one engine writes in two halves what another writes whole.
         halves = world.scenario.halves and world.later.random() < HALVES
         parts = model.first_half() if half else model.halves() if halves else model.whole()
@@ -188,7 +193,8 @@ def _purge(world: EngineSurroundings, worker: Worker) -> Script:
     """Purges one set of weights, or everything of a tenant."""
     model, _ = conversation(world)
     weights = model.spec.weights if world.rng.random() < 0.7 else None
-    reply = yield from worker.ask(Purge(weights=weights), model.tenant, worker.now() + world.scenario.patience_ns)
+    purge, give_up = Purge(weights=weights), worker.now() + world.scenario.patience_ns
+    reply = yield from worker.ask(purge, model.caller.tenant, give_up)
     world.count("purge", "purged" if isinstance(reply, Purged) else "no answer")
 
 

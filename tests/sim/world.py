@@ -49,6 +49,7 @@ class SimulatedWorld:
         self.attention_rng = random.Random(f"{seed}, attends")
         self.revoke_rng = random.Random(f"{seed}, revokes")
         self.stranger_rng = random.Random(f"{seed}, strangers")
+        self.grant_rng = random.Random(f"{seed}, grants")
         self.scenario = drawn = self._drawn()
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
@@ -102,6 +103,8 @@ class SimulatedWorld:
             drawn = scenario.with_gpus(drawn, random.Random(f"{self.seed}, gpus"))
         if self.seed >= scenario.FIRST_WITH_QUOTAS:
             drawn = scenario.with_quotas(drawn, random.Random(f"{self.seed}, quotas"))
+        if self.seed >= scenario.FIRST_WITH_GRANTS:
+            drawn = scenario.with_grants(drawn, self.grant_rng)
         return scenario.with_strangers(drawn, self.stranger_rng)
 
     def check(self) -> None:

@@ -22,6 +22,7 @@ from kvcluster.core.coordinator.tenant_floors import TenantExcess, TenantFloors
 from kvcluster.core.coordinator.tenant_limits import QuotaHolder, TenantLimits
 from kvcluster.core.coordinator.tickets import HeldBlocks, PageWriters, TicketBook
 from kvcluster.core.coordinator.tiering import Tiering
+from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import Persist, Tick
 from kvcluster.core.shard.order_executor import OrderExecutor
@@ -29,9 +30,10 @@ from kvcluster.core.streams import OrderStream, ReportCursor
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.replay.core_stepper import CoreProcess
+from tests.sim import content
 from tests.sim.bugs.planting import planted
 from tests.sim.coordinator import CoordinatorProcess
-from tests.sim.scenario import FIRST_WITH_QUOTAS
+from tests.sim.scenario import FIRST_WITH_GRANTS, FIRST_WITH_QUOTAS
 
 
 @planted(ReportCursor, "chunk")
@@ -204,6 +206,21 @@ def tokens_of_another(
 ) -> None:
     """KV events give the token ids of the first block of a store for all of its blocks."""
     original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens, now)
+
+
+@planted(Dispatcher, "__init__", first=FIRST_WITH_GRANTS)
+def readers_change_what_they_read(original: Any, self: Dispatcher[Any], *args: Any, **tables: Any) -> None:
+    """A grant lets its bearer change the owner's KV too."""
+    original(self, *args, **tables | {"reading": [*tables["reading"], *tables["in_namespace"]]})
+
+
+@planted(HeldBlocks, "fitting", first=FIRST_WITH_GRANTS)
+def readers_hold_without_bound(
+    original: Any, self: HeldBlocks, space: Any, tenant: Any, hashes: Any, **bounds: Any
+) -> int:
+    """What a tenant reads of another it may hold as if it were alone."""
+    owner = content.BY_SPACE[space].tenant
+    return len(hashes) if owner != tenant else int(original(self, space, tenant, hashes, **bounds))
 
 
 @planted(TenantLimits, "room", first=FIRST_WITH_QUOTAS)
