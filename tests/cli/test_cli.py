@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.core.messages import GetStatus, Status
-from kvcluster.errors import CredentialError
+from kvcluster.errors import CallerError, CredentialError
 from kvcluster.runtime.auth import digest, new_token, parse_tokens, token_line
 from kvcluster.runtime.private_files import ACTORS, derived_key
 from kvcluster.transport.base import Deadline
@@ -158,7 +159,7 @@ def test_token_makes_an_operators_line_when_asked_and_only_then(capsys: pytest.C
     printed = capsys.readouterr().out
     credential = Credential.parse(printed)
     assert printed.startswith("token (give it to the operator")
-    tenants, operators, _ = parse_tokens(credential.line)
+    tenants, operators, *_ = parse_tokens(credential.line)
     assert (tenants, operators) == ({digest(credential.secret): "ops"}, {digest(credential.secret)})
     assert main(["token", "--tenant", "ops"]) == 0
     assert parse_tokens(Credential.parse(capsys.readouterr().out).line).operators == frozenset()
@@ -316,6 +317,39 @@ def test_two_tenants_do_not_share_and_cannot_tell(cluster: Up) -> None:
         assert blue.lookup(tokens(1)).blocks == 0
         assert [str(block) for block in blue.explain(tokens(1))] == [str(block) for block in blue.explain(tokens(2))]
         assert blue.store(tokens(1), kv(3)).deduplicated == 0
+
+
+@pytest.mark.cluster
+def test_a_grant_lets_another_tenant_read_until_it_is_taken_back(cluster: Up) -> None:
+    """And a token that is read-only reads its own tenant's KV: over gRPC and tcp, of processes of their own."""
+    lines, looks = cluster.token_file.read_text(), new_token()
+    red, blue = cluster.tenants["red"].secret, cluster.tenants["blue"].secret
+    with kvcluster.connect(cluster.address, SPEC, token=red, config=PATIENT) as owner:
+        assert owner.store(tokens(5), kv(5)).blocks == 8 and owner.flush()
+        granted = lines + token_line(looks, "red", read_only=True) + "\ngrant  blue  reads  red\n"
+        cluster.token_file.write_text(granted)
+        eventually(lambda: admits(cluster, looks))
+        for token, reads in ((blue, "red"), (looks, None)):
+            with kvcluster.connect(cluster.address, SPEC, token=token, reads=reads, config=PATIENT) as reader:
+                out = torch.zeros_like(kv(5))
+                eventually(lambda at=reader, into=out: at.load(tokens(5), into) == len(tokens(5)))
+                assert torch.equal(out, kv(5)) and reader.read_only
+                with pytest.raises(CallerError):
+                    reader.store(tokens(6), kv(6))
+        with pytest.raises(CallerError, match="may not read the KV of tenant 'blue'"):
+            kvcluster.connect(cluster.address, SPEC, token=red, reads="blue", config=PATIENT)
+        with kvcluster.connect(cluster.address, SPEC, token=blue, reads="red", config=PATIENT) as reader:
+            cluster.token_file.write_text(lines)
+            eventually(lambda: refused(reader))
+        assert owner.lookup(tokens(5)).blocks == 8
+
+
+def refused(client: kvcluster.Client) -> bool:
+    """Whether the cluster refuses a load of this client, in words."""
+    try:
+        return client.load(tokens(5), torch.zeros_like(kv(5))) < 0
+    except CallerError as error:
+        return "grant  blue  reads  red" in str(error)
 
 
 @pytest.mark.cluster

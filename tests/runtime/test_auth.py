@@ -60,6 +60,38 @@ def serving(**settings: Any) -> Config:
     return Config(server=ServerConfig(**settings))
 
 
+def test_a_line_may_say_that_its_token_only_reads() -> None:
+    tokens = parse_tokens(f"{token_line('mine', 'me')}\n{token_line('looks', 'me', read_only=True)}")
+    assert tokens.caller(digest("looks")) == Caller(Tenant("me"), read_only=True)
+    assert tokens.caller(digest("mine")) == Caller(Tenant("me"))
+    assert parse_tokens(f"sha256:{DIGEST} read-only").tenants == {DIGEST: "read-only"}
+    with pytest.raises(ConfigError, match="make two"):
+        token_line("mine", "me", operator=True, read_only=True)
+
+
+def test_grants_say_whose_kv_a_tenant_may_read_besides_its_own() -> None:
+    lines = [token_line(name, name) for name in ("me", "you", "public")]
+    lines += ["grant me  reads you", "grant\t*\treads  public", "grant you reads public", "grant me reads me"]
+    tokens = parse_tokens("\n".join([*lines, token_line("ops", NO_TENANT, operator=True)]))
+    reads = {name: tokens.caller(digest(name)).reads for name in ("me", "you", "public", "ops")}  # type: ignore[union-attr]
+    assert reads == {"me": {"you", "public"}, "you": {"public"}, "public": set(), "ops": set()}
+    assert tokens.reads_of(Tenant("of a certificate")) == {"public"}
+    assert tokens.tenant_count == 3, "a grant makes no tenant"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("grant me", "grant me reads", "grant me reads *", "grant - reads you", "grant me reads -", "grant me you"),
+        *("grant me writes you", "grants me reads you", "grant me reads you too", "grant me reads you,them", "grant"),
+        *(f"sha256:{DIGEST} me read-only operator", f"sha256:{DIGEST} me readonly", f"sha256:{DIGEST} - read-only"),
+    ],
+)
+def test_a_grant_or_a_right_that_says_more_or_less_is_told_by_line(line: str) -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        parse_tokens(f"{token_line('mine', 'me')}\n{line}")
+
+
 def test_a_tenant_may_be_called_operator_and_is_none() -> None:
     assert parse_tokens(f"sha256:{DIGEST} operator") == Tokens({DIGEST: Tenant("operator")}, frozenset())
     assert parse_tokens(f"sha256:{DIGEST} operator\toperator").operators == {DIGEST}
@@ -68,7 +100,8 @@ def test_a_tenant_may_be_called_operator_and_is_none() -> None:
 @given(st.text())
 def test_any_text_is_a_token_file_or_a_config_error(text: str) -> None:
     try:
-        assert parse_tokens(text).tenants, "a file without tokens would admit no client"
+        tokens = parse_tokens(text)
+        assert tokens.tenants or tokens.grants or tokens.revoked, "a file without tokens would admit no client"
     except ConfigError as error:
         assert "token" in str(error)
 

@@ -470,7 +470,7 @@ _changes = st.builds(
 )
 
 COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
-    "Attach": _request(st.builds(Attach, spec=specs())),
+    "Attach": _request(st.builds(Attach, spec=specs(), owner=st.none() | tenants)),
     "PrepareLoad": _within(
         st.builds(
             PrepareLoad,
@@ -556,7 +556,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Ping": _request(st.none()),
 }
 SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
-    "Attach": _request(st.builds(AttachShard, spec=specs())),
+    "Attach": _request(st.builds(AttachShard, spec=specs(), owner=st.none() | tenants)),
     "GetOffers": _request(st.builds(GetOffers)),
     "Flush": _request(st.builds(Flush, wait_ns=quantities)),
     "RegisterSpans": _within(
@@ -605,6 +605,8 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         ticket_ttl_ns=quantities,
         run_blocks=st.integers(1, 2**32 - 1),
         shards=st.lists(addresses, max_size=3).map(tuple),
+        wants_tokens=st.booleans(),
+        read_only=st.booleans(),
     ),
     "PrepareLoad": load_grants,
     "PrepareStore": store_grants,
