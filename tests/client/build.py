@@ -14,7 +14,7 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import Caller, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     CoordinatorQuestion,
@@ -268,10 +268,20 @@ class Port:
         self._inner.close()
 
 
-def watched_client(cluster: MemoryCluster, steps: Steps | None = None, spec: KVSpec = SPEC, **options: Any) -> Client:
+DEFAULT = Caller(Tenant("default"), operator=True)
+
+
+def watched_client(
+    cluster: MemoryCluster,
+    steps: Steps | None = None,
+    spec: KVSpec = SPEC,
+    *,
+    caller: Caller = DEFAULT,
+    **options: Any,
+) -> Client:
     """A client whose port and transports a test may replace. Its caller closes it."""
-    port = options.pop("port", None) or cluster.port()
-    open_transport = cluster.opener()
+    port = options.pop("port", None) or cluster.port_of(lambda: caller)
+    open_transport = cluster.opener_of(caller)
 
     def opener(shard: ShardAddress) -> Transport:
         return Watched(open_transport(shard), steps or Steps())

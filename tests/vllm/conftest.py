@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -32,12 +33,13 @@ if vllm.platforms.current_platform.is_unspecified():  # a release for GPUs, unpa
 import tests.conftest  # its profiles of hypothesis  # noqa: F401
 from kvcluster.client.client import Client
 from kvcluster.config import ClientConfig
+from kvcluster.core.ids import Caller
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, registration
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
-from tests.client.build import BOUND_S, Steps, watched_client
+from tests.client.build import BOUND_S, DEFAULT, Steps, watched_client
 from tests.client.conftest import settle, start  # noqa: F401
 from tests.vllm.build import GEMMA, LLAMA, engine_config, model_folder
 from tests.vllm.toy import Engine, Rank
@@ -76,7 +78,8 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Bench:
     """A cluster in this process, whatever address the connectors are given, and engines over it.
 
-    `steps` are hooks into the exchanges with shards, `on_connect` one into finding the cluster.
+    `steps` are hooks into the exchanges with shards, `on_connect` one into finding the cluster. `callers`: who has
+    which token; without one everybody is the tenant `default`.
     """
 
     def __init__(self, clusters: ExitStack, engines: ExitStack) -> None:
@@ -84,6 +87,7 @@ class Bench:
         self._engines = engines
         self.clusters: list[MemoryCluster] = []
         self.steps = Steps()
+        self.callers: dict[str, Caller] = {}
         self.on_connect: Callable[[KVSpec], None] = lambda spec: None
         self.twin = False
         """Whether KV lies in the memory of a twin, where a test does not say what its workers are."""
@@ -100,12 +104,26 @@ class Bench:
         self.clusters.append(self._clusters.enter_context(MemoryCluster(**(below | settings))))
         return self.clusters[-1]
 
-    def connect(self, address: str, spec: KVSpec, *, token: str | None, part: Any, config: ClientConfig) -> Client:
+    def connect(
+        self, address: str, spec: KVSpec, *, token: str | None, part: Any, reads: str | None, config: ClientConfig
+    ) -> Client:
         """In place of kvcluster.connect."""
         self.on_connect(spec)
-        client = watched_client(self.cluster, self.steps, spec, part=part, config=config)
-        client.attach(Deadline.after_ms(BOUND_S * 1e3))
+        caller = self.callers[token] if token else DEFAULT
+        client = watched_client(self.cluster, self.steps, spec, caller=caller, part=part, reads=reads, config=config)
+        try:
+            client.attach(Deadline.after_ms(BOUND_S * 1e3))
+        except BaseException:
+            client.close()
+            raise
         return client
+
+    def token(self, name: str, caller: Caller) -> dict[str, str]:
+        """The settings of an engine that shows the token of this caller."""
+        self.callers[name] = caller
+        path = Path(self._clusters.enter_context(TemporaryDirectory())) / "token"
+        path.write_text(name, encoding="ascii")
+        return {"token_file": str(path)}
 
     def engine(
         self,

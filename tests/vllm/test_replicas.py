@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcluster.core.ids import ShardId
+from kvcluster.core.ids import Caller, ShardId, Tenant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm import stores
+from kvcluster.engines.vllm import registration, stores
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Dense
 from kvcluster.transport.base import Unavailable
@@ -39,10 +39,11 @@ def stores_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_GRACE_NS", 10 * 10**9)
 
 
-def audit(cluster: MemoryCluster, engine: Engine) -> int:
-    """Holds every block of the engine's texts that the cluster has against what it should be. How many those are."""
+def audit(cluster: MemoryCluster, engine: Engine, tenant: str = "default") -> int:
+    """Holds every block of the engine's texts that its tenant has in the cluster against what it should be. How many
+    those are."""
     spec, seen = engine.client.spec, 0
-    client = cluster.client(spec)
+    client = cluster.client(spec, tenant=tenant)
     for name, text in engine.texts.items():
         known = engine.requests[name].num_tokens
         hashes = client.hashes([text.token(at) for at in range(known)])
@@ -90,6 +91,82 @@ def test_what_one_engine_computed_another_loads(
         group.reuse.blocks_needed(6, BLOCK) * spec.page_bytes(g, spec.whole(g)) for g, group in enumerate(spec.groups)
     ]
     assert second.counts["loaded_bytes"] == sum(needed)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("way", [ALWAYS, BESIDE])
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_an_engine_of_another_tenant_loads_what_it_is_granted_and_stores_it_as_its_own(
+    bench: Bench, model: str, way: dict[str, int], overlap: bool, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(model)
+    owner = bench.engine(folder, way, overlap=overlap)
+    team = bench.engine(folder, {**way, **reader_of_default(bench)}, overlap=overlap)
+    owner.add("a", SIX)
+    owner.run()
+    owner.drain()
+    longer = SIX[: 6 * BLOCK] + prompt(3, seed=4, block_tokens=BLOCK)
+    team.add("b", longer)
+    team.run()
+    team.drain()
+    loads = [load for step in team.steps for load in step.loads]
+    assert [(load.of_another, load.first + len(load.into[0])) for load in loads] == [(True, 6)]
+    if model == "llama":  # of a window the blocks that it has left behind are not stored
+        assert audit(bench.cluster, team, "team") >= 9, "its own chain has no hole"
+    team.add("c", longer + prompt(1, seed=8, block_tokens=BLOCK))
+    team.run()
+    assert not bench.cluster.client(team.client.spec).lookup(longer).blocks > 6, "the owner has nothing of it"
+
+
+def test_a_grant_that_comes_later_is_taken_without_a_restart(
+    bench: Bench, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registration, "_REGISTER_S", 0.02)
+    owner, settings = bench.engine(llama, BESIDE), reader_of_default(bench)
+    bench.callers["team's"] = Caller(Tenant("team"))
+    team = bench.engine(llama, {**BESIDE, **settings})
+    members = [team.side._registration, *(rank.member for rank in team.ranks)]
+    owner.add("a", SIX)
+    owner.run()
+    owner.drain()
+    team.add("b", SIX)
+    team.run()
+    assert not any(step.loads for step in team.steps) and not any(member.reader for member in members)
+    bench.callers["team's"] = Caller(Tenant("team"), reads=frozenset({Tenant("default")}))
+    bench.cluster.wait_until(lambda: all(member.reader is not None for member in members))
+    other = prompt(6, seed=9, block_tokens=BLOCK, rest=2)
+    for engine in (owner, team):
+        engine.add("c", other)
+        engine.run()
+        engine.drain()
+    assert [load.of_another for step in team.steps for load in step.loads] == [True]
+
+
+def test_its_own_blocks_come_first(bench: Bench, llama: Path) -> None:
+    owner, (one, two) = (
+        bench.engine(llama, BESIDE),
+        (bench.engine(llama, {**BESIDE, **reader_of_default(bench)}) for _ in range(2)),
+    )
+    for number, engine in enumerate((owner, one)):
+        engine.add(str(number), SIX)
+        engine.run()
+        engine.drain()
+    two.add("c", SIX)
+    two.run()
+    assert [load.of_another for step in two.steps for load in step.loads] == [False]
+
+
+def test_an_engine_whose_token_is_read_only_loads_and_tries_to_store_nothing(bench: Bench, llama: Path) -> None:
+    first = bench.engine(llama, BESIDE)
+    looks = bench.engine(llama, {**BESIDE, **bench.token("looks", Caller(Tenant("default"), read_only=True))})
+    first.add("a", SIX)
+    first.run()
+    first.drain()
+    looks.add("b", SIX + prompt(2, seed=3, block_tokens=BLOCK))
+    looks.run()
+    looks.drain()
+    assert looks.counts["loads"] and not looks.counts["failed_stores"]
+    assert not any(step.stores for step in looks.steps)
 
 
 def test_ranks_of_another_number_share_too(bench: Bench, llama: Path) -> None:
@@ -155,7 +232,7 @@ def test_a_page_that_rots_is_computed(bench: Bench, llama: Path) -> None:
 @pytest.mark.parametrize("model", ["llama", "gemma"])
 def test_no_schedule_brings_about_a_wrong_byte(model: str, ranks: int, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(model)
-    seen = {"loads": 0, "failed": 0, "preempted": 0, "audited": 0}
+    seen = {"loads": 0, "failed": 0, "preempted": 0, "audited": 0, "of another": 0}
 
     @settings(max_examples=settings().max_examples // 4)
     @given(st.integers(0, 2**32), st.booleans(), st.booleans(), st.sampled_from([ALWAYS, BESIDE]), st.booleans())
@@ -174,21 +251,32 @@ def test_no_schedule_brings_about_a_wrong_byte(model: str, ranks: int, request: 
             }
             if chunks:
                 options["long_prefill_token_threshold"] = 8
-            engines = [bench.engine(folder, {**way, "load_ms": 2_000}, overlap=overlap, **options) for _ in range(2)]
+            tenants, way = ["default", "default"], {**way, "load_ms": 2_000}
+            others = [way, way]
+            if rng.random() < 0.5:  # the second is another tenant's, who reads what the first has stored
+                tenants[1], others[1] = "team", {**way, **reader_of_default(bench)}
+            engines = [bench.engine(folder, other, overlap=overlap, **options) for other in others]
             for engine in engines:
                 knows_link(engine)
             _play(rng, engines)
-            for engine in engines:
+            seen["of another"] += sum(load.of_another for step in engines[1].steps for load in step.loads)
+            for engine, tenant in zip(engines, tenants, strict=True):
                 engine.run()
                 engine.drain(flush=False)
                 assert engine.free_blocks() == options["blocks"] - 1
                 seen["loads"] += engine.counts["loads"]
                 seen["failed"] += engine.counts["failed_loads"]
                 seen["preempted"] += sum(one.num_preemptions for one in engine.requests.values())
-                seen["audited"] += audit(bench.cluster, engine)
+                seen["audited"] += audit(bench.cluster, engine, tenant)
 
     hold()
     assert all(seen.values()), f"schedules so tame show nothing: {seen}"
+
+
+def reader_of_default(bench: Bench, **rights: Any) -> dict[str, str]:
+    """The settings of an engine of the tenant `team`, which also reads the KV of `default`."""
+    caller = Caller(Tenant("team"), reads=frozenset({Tenant("default")}), **rights)
+    return {"also_reads": "default", **bench.token("team's", caller)}
 
 
 def _failing(rng: random.Random, part: float) -> Any:

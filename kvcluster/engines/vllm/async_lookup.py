@@ -15,24 +15,41 @@ from kvcluster.client.client import Client
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.texts import miss_of
+from kvcluster.errors import KVClusterError
 from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Unavailable
 
 _THREADS = 2
 """One makes a prompt's hashes while the other waits for the coordinator."""
 
-Ask = Callable[[], tuple[Client, Sequence[BlockHash], str, int | None]]
-"""Called on the lookup's thread. Returns the client that asks, the block hashes to look up, the adapter, and the number
-of blocks that the request waits for (`awaited` of prepare_load)."""
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A lookup of `hashes` under an adapter. `awaited`: the number of blocks that the request waits for (prepare_load).
+    `also`: a client of the tenant that the engine also reads, and a function that makes the hashes there; None if there
+    is none."""
+
+    client: Client
+    hashes: Sequence[BlockHash]
+    adapter: str
+    awaited: int | None = None
+    also: tuple[Client, Callable[[], Sequence[BlockHash]]] | None = None
+
+
+Ask = Callable[[], Question]
+"""Called on the lookup's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """The result of a lookup. Without a ticket there is nothing to load, and `miss` is the reason."""
+    """The result of a lookup. Without a ticket there is nothing to load, and `miss` is the reason. `hashes` are those
+    of the engine's own tenant, which has the first `own_blocks`; the ticket may be for more blocks `of_another`."""
 
     hashes: Sequence[BlockHash] = ()
     ticket: Ticket | None = None
     miss: Miss | None = None
+    own_blocks: int = 0
+    of_another: bool = False
 
 
 PendingLookup = Call[LookupAnswer]
@@ -81,18 +98,42 @@ class AsyncLookups:
         about one prompt, and other prompts are still asked for."""
         call.asking = True
         try:
-            client, hashes, adapter, awaited = ask()
+            asked = ask()
             deadline_ms = max(1.0, self._patience_ns / 1e6)
-            ticket = client.prepare_load(hashes, whole=True, adapter=adapter, awaited=awaited, deadline_ms=deadline_ms)
+            ticket = _prepare(asked.client, asked.hashes, asked, deadline_ms)
         except Exception as error:
             miss = miss_of(error)
             call.failure = miss if isinstance(error, Unavailable) else None
             return LookupAnswer(miss=miss)
         if ticket.from_coordinator:
             call.answered()
-            return LookupAnswer(hashes, ticket, ticket.miss)
+            return _longer(asked, ticket, deadline_ms)
         call.failure = ticket.miss
         return LookupAnswer(miss=ticket.miss)
+
+
+def _prepare(client: Client, hashes: Sequence[BlockHash], asked: Question, deadline_ms: float) -> Ticket:
+    return client.prepare_load(
+        hashes, whole=True, adapter=asked.adapter, awaited=asked.awaited, deadline_ms=deadline_ms
+    )
+
+
+def _longer(asked: Question, ticket: Ticket, deadline_ms: float) -> LookupAnswer:
+    """Returns the answer by this ticket of the engine's own tenant, or by one of the tenant that it also reads if that
+    has more blocks. What goes wrong there leaves the first."""
+    own = LookupAnswer(asked.hashes, ticket, ticket.miss, ticket.blocks)
+    if asked.also is None or ticket.blocks == len(asked.hashes):
+        return own
+    reader, hashes_there = asked.also
+    try:
+        there = _prepare(reader, hashes_there(), asked, deadline_ms)
+    except KVClusterError:
+        return own
+    if there.blocks <= ticket.blocks:
+        there.release()
+        return own
+    ticket.release()
+    return LookupAnswer(asked.hashes, there, there.miss, ticket.blocks, of_another=True)
 
 
 def _release(answer: LookupAnswer) -> None:

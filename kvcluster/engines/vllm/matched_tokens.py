@@ -11,16 +11,12 @@ layer by layer. This module reads no clock: `now` is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
-from kvcluster.client.client import Client
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven
-from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, Question
 from kvcluster.engines.vllm.request_state import RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import PrefillRate
@@ -111,10 +107,12 @@ class PrefixMatcher:
         """Returns the lookup of a request's cached prefix."""
         request.is_last_lookup = bool(request.wait_until_ns) and now >= request.wait_until_ns
         awaited = None if request.is_last_lookup else self._promised(request)
-        grow = request.grower(self._asked(request), self._settings.lookup_ms)
+        blocks, deadline_ms, reader = self._asked(request), self._settings.lookup_ms, request.reader
+        grow = request.grower(blocks, deadline_ms)
+        also = None if reader is None else (reader, request.grower(blocks, deadline_ms, of=reader))
 
-        def ask() -> tuple[Client, Sequence[BlockHash], str, int | None]:
-            return request.client, grow(), request.adapter, awaited
+        def ask() -> Question:
+            return Question(request.client, grow(), request.adapter, awaited, also)
 
         return ask
 

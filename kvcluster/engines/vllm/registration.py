@@ -84,7 +84,8 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
 class Registration:
     """One process's client, as soon as it is connected. Constructed idle; `start` begins to connect.
 
-    `client` and `spec` are set together; until then `why` names what is missing. `whole` means that this object acts
+    `client` and `spec` are set together; until then `why` names what is missing. `reader` is a client of the tenant
+    that the engine also reads (`also_reads`), None while there is none. `whole` means that this object acts
     for the whole engine and not for one rank, so it is the one that registers.
     """
 
@@ -92,6 +93,7 @@ class Registration:
         self, config: Any, layout: compat.Layout, settings: ConnectorSettings, *, whole: bool, log: Log
     ) -> None:
         self.client: Client | None = None
+        self.reader: Client | None = None
         self.why = "the weights are being read"
         self._config = config
         self._layout = layout
@@ -104,7 +106,7 @@ class Registration:
         self._ready = True
         self.log = log
         self._wanted = settings.weights  # "" until the fingerprint is read
-        self._left: Client | None = None  # to be closed on this object's own thread
+        self._left: list[Client] = []  # to be closed on this object's own thread
         self._stop = threading.Event()
         self._changed = threading.Condition()  # its lock is reentrant
         self._thread = threading.Thread(target=self._run, name="kvcluster-join", daemon=True)
@@ -132,18 +134,27 @@ class Registration:
             if self._wanted == weights_id:
                 return
             self._wanted = weights_id
-            if self.client is not None:  # otherwise an earlier client may still wait to be closed
-                self._left, self.client = self.client, None
+            self._leave()
             self.why = "the weights have changed"
             self._changed.notify_all()
+
+    def _leave(self) -> None:
+        """Drops both clients, which are to be closed. Called under the lock."""
+        self._left += [client for client in (self.client, self.reader) if client is not None]
+        self.client = self.reader = None
+
+    def _close_left(self) -> None:
+        with self._changed:
+            left, self._left = self._left, []
+        for client in left:
+            client.close()
 
     def close(self) -> None:
         self._stop.set()
         with self._changed:
-            client, self.client = self.client, None
+            self._leave()
             self._changed.notify_all()
-        if client is not None:
-            client.close()
+        self._close_left()
 
     def _run(self) -> None:
         try:
@@ -151,23 +162,43 @@ class Registration:
             while not self._stop.is_set():
                 self._join()
                 self._attend()
-                with self._changed:
-                    left, self._left = self._left, None
-                if left is not None:
-                    left.close()
+                self._close_left()
         except Exception as error:  # a thread must not die silently
             self.why = error_text(error)
             self.log(f"neither loads nor stores: {self.why}")
 
     def _attend(self) -> None:
-        """Registers periodically until the client is dropped or this object is closed."""
+        """Registers periodically, and connects the reader, until the client is dropped or this object is closed."""
+        refused = ""
         while (client := self.client) is not None and not self._stop.is_set():
             if self._whole:
                 self._register(client)
+            if self._settings.also_reads and self.reader is None:
+                refused = self._join_other(client, refused)
+            waits = self._whole or (self._settings.also_reads and self.reader is None)
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self.client is None or self._stop.is_set(), _REGISTER_S if self._whole else None
+                    lambda: self.client is None or self._stop.is_set(), _REGISTER_S if waits else None
                 )
+
+    def _join_other(self, client: Client, logged: str) -> str:
+        """Connects the reader. Returns why it could not be connected, which is logged unless it was."""
+        owner = self._settings.also_reads
+        try:
+            reader = self._connected(client.spec, reads=owner)
+        except KVClusterError as error:
+            if (why := str(error)) != logged:
+                self.log(f"does not read the KV of tenant {owner!r} yet: {why}")
+            return why
+        with self._changed:
+            kept = self.client is client and not self._stop.is_set()
+            if kept:
+                self.reader = reader
+        if kept:
+            self.log(f"reads the KV of tenant {owner!r} too")
+        else:
+            reader.close()
+        return ""
 
     def _register(self, client: Client) -> None:
         with self._changed:
@@ -207,7 +238,29 @@ class Registration:
         a retry would not fix."""
         settings, wanted = self._settings, self._wanted
         spec = spec_of(self._config, self._layout, settings, wanted)
-        client_config = ClientConfig(
+        logged = ""
+        while not self._stop.is_set() and self._wanted == wanted:
+            try:
+                client = self._connected(spec)
+            except Unreachable as error:
+                self.why = str(error)
+                if logged != self.why:
+                    self.log(f"computing everything until the cluster answers: {error}")
+                    logged = self.why
+                self._stop.wait(_PAUSE_S)
+                continue
+            with self._changed:
+                if self._wanted == wanted and not self._stop.is_set():
+                    watch(client)
+                    self.client, self.why = client, ""
+                    self.log(f"caching {spec.model} under weights {wanted} at {settings.address}")
+                    return
+            client.close()
+
+    def _connected(self, spec: KVSpec, *, reads: str | None = None) -> Client:
+        """Returns a client with these settings, whose connections are open. Raises as `connect`."""
+        settings = self._settings
+        config = ClientConfig(
             deadline_ms=settings.load_ms,
             transports=settings.transports,
             accept=settings.accept,
@@ -216,26 +269,11 @@ class Registration:
             store_wait_ms=_STORE_WAIT_MS,
             store_niceness=_STORE_NICENESS,
         )
-        logged = ""
-        while not self._stop.is_set() and self._wanted == wanted:
-            try:
-                client = connect(settings.address, spec, token=settings.token, part=self._parts, config=client_config)
-            except Unreachable as error:
-                self.why = str(error)
-                if logged != self.why:
-                    self.log(f"computing everything until the cluster answers: {error}")
-                    logged = self.why
-                self._stop.wait(_PAUSE_S)
-                continue
-            if self._parts is not None:  # the scheduler's side talks only to the coordinator
-                client.warm_up()
-            with self._changed:
-                if self._wanted == wanted and not self._stop.is_set():
-                    watch(client)
-                    self.client, self.why = client, ""
-                    self.log(f"caching {spec.model} under weights {wanted} at {settings.address}")
-                    return
-            client.close()
+        part = self._parts
+        client = connect(settings.address, spec, token=settings.token, part=part, reads=reads, config=config)
+        if part is not None:  # the scheduler's side talks only to the coordinator
+            client.warm_up()
+        return client
 
 
 class Adapters:

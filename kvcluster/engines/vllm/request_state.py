@@ -25,16 +25,18 @@ from kvcluster.transfers.long_chains import Prompt
 @dataclass(eq=False, slots=True)
 class RequestState:
     """`chain` are hashes of the request's leading blocks; the first `sent` of them have been sent to the workers.
-    `table` holds the engine's block numbers, one list per group, as the engine reported them; an entry that a sliding
-    window has left behind may belong to another request by now. Blocks before `stored` are in the cluster or being
-    stored. `orders` are stores whose source is still read. A request that is `private` stores nothing more. `engine`
-    are random bytes of this engine, which are in the hashes of blocks that no other engine may share."""
+    `table` holds the engine's block numbers, one list per group, as the engine reported them; an entry that a
+    sliding window has left behind may belong to another request by now. Blocks before `stored` are in the cluster or
+    being stored. `orders` are stores whose source is still read. A request that is `private` stores nothing more.
+    `reader` is a client of the tenant that the engine also reads, None if there is none. `engine` are random bytes
+    of this engine, which are in the hashes of blocks that no other engine may share."""
 
     of_engine: Any
     client: Client
     adapter: str
     block_tokens: int
     engine: bytes
+    reader: Client | None = None
     chain: list[BlockHash] = field(default_factory=list)
     sent: int = 0
     table: list[list[int]] = field(default_factory=list)
@@ -61,10 +63,11 @@ class RequestState:
     computed_tokens: int = 0
     miss: Miss | None = None
 
-    def grower(self, blocks: int, deadline_ms: int) -> Callable[[], list[BlockHash]]:
-        """Returns a function that computes the chain up to block `blocks`, on any thread. Copies what it needs from the
-        engine's request now."""
-        step, known, client, adapter = self.block_tokens, self.chain[:blocks], self.client, self.adapter
+    def grower(self, blocks: int, deadline_ms: int, *, of: Client | None = None) -> Callable[[], list[BlockHash]]:
+        """Returns a function that computes the chain up to block `blocks`, on any thread: the request's own, or that in
+        the namespace of another client. Copies what it needs from the engine's request now."""
+        step, client, adapter = self.block_tokens, of or self.client, self.adapter
+        known = self.chain[:blocks] if of is None else []
         tokens = list(self.of_engine.all_token_ids[len(known) * step : blocks * step])
         extra = {
             block - len(known): key

@@ -134,7 +134,9 @@ class SchedulerSide:
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
             return None
-        known = RequestState(of_engine, client, adapter, self._layout.block_tokens, self._engine)
+        known = RequestState(
+            of_engine, client, adapter, self._layout.block_tokens, self._engine, self._registration.reader
+        )
         known.preemptions = compat.preemptions(of_engine)
         self._requests[of_engine.request_id] = known
         return known
@@ -162,9 +164,10 @@ class SchedulerSide:
             into=tuple(tuple(of_group[first : ticket.blocks]) for of_group in table),
             layerwise=request.layerwise,
             deadline_ms=deadline_ms,
+            of_another=answer.of_another,
         )
         request.table = [list(of_group) for of_group in table]
-        request.stored = max(request.stored, ticket.blocks)
+        request.stored = max(request.stored, answer.own_blocks)
         request.loss = max(request.loss, ticket.loss)
         self._new_loads.append(request.loading)
         self._in_flight.add(request.loading, tuple(request.chain[first : ticket.blocks]))
@@ -218,7 +221,7 @@ class SchedulerSide:
     ) -> tuple[list[tuple[str, int, tuple[BlockHash, ...]]], list[StoreOrder], list[str]]:
         """Returns what a step stores: additions to hash chains, the store orders, and the requests that another server
         continues after this step."""
-        may_store = self._stores and self._matcher.lookups.healthy
+        may_store = self._stores and self._matcher.lookups.healthy and client is not None and not client.read_only
         chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
         stores: list[StoreOrder] = []
         handed_over: list[str] = []

@@ -9,6 +9,7 @@ from typing import Any
 from kvcluster.client.credential import read_token
 from kvcluster.config import LOSSES, TRANSPORTS
 from kvcluster.core import limits
+from kvcluster.core.ids import TENANT_NAME
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 from kvcluster.observe.trace_file import DEFAULT_FOLDER, MODES
@@ -34,7 +35,8 @@ class ConnectorSettings:
     until its blocks are committed, and that the decode server waits until it finds them. `staging_bytes`: for KV on a
     GPU, the GPU's memory through which each rank loads and stores, half of it for either; each rank also takes three
     quarters as much pinned memory. `share_across_devices`: KV is shared with engines on other GPUs, and by other
-    attention backends, whose bits may differ. `report`: every answer contains in `kv_transfer_params` what was loaded
+    attention backends, whose bits may differ. `also_reads`: a tenant whose KV is loaded where the engine's own tenant
+    has less, if the operator has granted that. `report`: every answer contains in `kv_transfer_params` what was loaded
     for it, and why no more. `transports`, `accept`, `socket_dir`, `encryption`, `ca_file`,
     `cert_file`, `key_file`, `server_name`: as in the client's own configuration.
     """
@@ -53,6 +55,7 @@ class ConnectorSettings:
     handover_ms: int = 1_000
     staging_bytes: int = 2**28
     share_across_devices: bool = False
+    also_reads: str = ""
     report: bool = False
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
@@ -85,6 +88,8 @@ def parse_settings(given: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"trace_bytes must be at least {limits.LEAST_TRACE_BYTES:,}, not {settings.trace_bytes:,}")
     if settings.staging_bytes < _LEAST_STAGING_BYTES:
         raise ConfigError(f"staging_bytes must be at least {_LEAST_STAGING_BYTES:,}, not {settings.staging_bytes:,}")
+    if settings.also_reads and not TENANT_NAME.fullmatch(settings.also_reads):
+        raise ConfigError(f"also_reads must be the name of a tenant, not {settings.also_reads!r}")
     if settings.accept not in LOSSES:
         raise ConfigError(f"accept must be one of {', '.join(LOSSES)}, not {settings.accept!r}")
     return settings

@@ -23,6 +23,7 @@ class LoadOrder:
     """Load the ticket's blocks from number `first` on into these blocks of the engine.
 
     `layerwise`: within this step's forward pass, which waits for each layer; otherwise beside the forward passes.
+    `of_another`: the blocks are those of the tenant that the engine also reads.
     """
 
     request: str
@@ -32,6 +33,7 @@ class LoadOrder:
     into: BlockIds
     layerwise: bool
     deadline_ms: int
+    of_another: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,11 +249,12 @@ class WorkerSide:
     # --------------------------------------------------------------------------------------------------- loads
 
     def _begin_load(self, order: LoadOrder) -> tuple[Transfer[Loaded] | None, Miss | None]:
-        client = self._registration.client
+        registration = self._registration
+        client = registration.reader if order.of_another else registration.client
         if self._off or not self._layers:
             return None, Miss(MissReason.DEVICE_LOST, self._off or "the engine's KV is not in memory")
         if client is None:
-            return None, Miss(MissReason.COORDINATOR_LOST, f"a worker has no cluster: {self._registration.why}")
+            return None, Miss(MissReason.COORDINATOR_LOST, f"a worker has no cluster: {registration.why}")
         try:
             ticket = client.redeem(order.ticket)
             into = self._memory(order.into)
