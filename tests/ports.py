@@ -7,6 +7,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from kvcluster.config.ports import shard_metrics_ports
+
 _RANGE = range(15_000, 32_000)
 """Below the ports that systems give to outgoing connections, of which Ray makes a hundred between our look and the
 listener's bind."""
@@ -20,6 +22,14 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise OSError(f"none of 100 ports from {_RANGE} is free")
+
+
+def metrics_port(*endpoints: str) -> int:
+    """A free port for the coordinator's metrics, behind which none of these endpoints is: there are those of shards."""
+    taken = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
+    while taken & {port := free_port(), *shard_metrics_ports(port)}:
+        """Another is drawn."""
+    return port
 
 
 @contextmanager

@@ -428,11 +428,21 @@ def test_every_port_of_a_coordinator_leaves_its_shards_ports_of_their_own(port: 
     assert max(shard_ports(loaded.server)) < 2**16
 
 
+ALL_PORTS = {
+    "server": {"report_port": 7071, "secret_file": "/s"},
+    "metrics": {"port": 9400},
+    "events": {"endpoint": "tcp://127.0.0.1:5557", "replay": "tcp://[::1]:5558"},
+}
+"""A configuration in which everything listens that can."""
+
+
 def test_the_ports_of_a_cluster_are_in_one_table() -> None:
-    loaded = config.load(overrides={"server": {"report_port": 7071, "secret_file": "/s"}, "metrics": {"port": 9400}})
+    loaded = config.load(overrides=ALL_PORTS)
     ports = {(use.setting, use.listener): use.ports for use in port_table(loaded)}
     assert ports["server.port", "coordinator"] == range(7070, 7071)
     assert ports["metrics.port", "shards"] == range(9401, 9465)
+    assert ports["events.endpoint", "coordinator"] == range(5557, 5558)
+    assert ports["events.replay", "coordinator"] == range(5558, 5559)
     assert ports["ray.port", "Ray's head"] == range(6379, 6380)
     assert not any(use.ray for use in port_table(config.load()))  # a Ray on loopback takes any ports
     assert [use.setting for use in port_table(config.load(overrides={"server": {"port": 0, "shard_ports": "0"}}))] == []
@@ -443,6 +453,7 @@ def test_the_ports_of_a_cluster_are_in_one_table() -> None:
     [
         ({"server": {"shard_ports": "7000-7100"}}, "server.shard_ports and server.port share a port"),
         ({"server": {"secret_file": "/s"}, "ray": {"node_ports": "6370-6380"}}, "ray.node_ports and ray.port share"),
+        ({"events": {"endpoint": "tcp://127.0.0.1:7070"}}, "server.port and events.endpoint share a port"),
         ({"ray": {"node_ports": "6380-6382"}}, "ray.node_ports must be a range of at least 8 ports"),
         ({"ray": {"worker_ports": "10002"}}, "ray.worker_ports must be a range of at least 16 ports"),
         ({"ray": {"redis": "host"}}, "ray.redis must be HOST:PORT"),
@@ -473,12 +484,11 @@ def test_ports_and_names_that_cannot_work_are_refused(values: dict[str, Any], sa
 
 
 def test_the_document_of_ports_prints_the_table() -> None:
-    values = {"server": {"report_port": 7071, "secret_file": "/s"}, "metrics": {"port": 9400}}
     text = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
     printed = re.findall(
         r"^\| ([0-9-]+) \| `([a-z_.]+)` \|", text.partition("### Ports")[2].partition("\n### ")[0], re.M
     )
-    table = [(f"{use.ports[0]}-{use.ports[-1]}", use.setting) for use in port_table(config.load(overrides=values))]
+    table = [(f"{use.ports[0]}-{use.ports[-1]}", use.setting) for use in port_table(config.load(overrides=ALL_PORTS))]
     assert printed == [(ports if len({*ports.split("-")}) == 2 else ports.split("-")[0], name) for ports, name in table]
 
 

@@ -24,6 +24,7 @@ METRICS_PORTS = 64
 """Shards listen for metrics on the first free port of their node among the METRICS_PORTS after the coordinator's."""
 
 WORKERS, NODES, OPERATORS = "workers", "nodes of the cluster", "monitoring"
+SUBSCRIBERS = "subscribers of KV events"
 
 
 class PortUse(NamedTuple):
@@ -71,6 +72,8 @@ def port_table(config: Config) -> list[PortUse]:
     ]
     if not metrics.port:
         used = used[:3]
+    for setting, endpoint in (("events.endpoint", config.events.endpoint), ("events.replay", config.events.replay)):
+        used.append(PortUse(_one(_port_of(endpoint)), setting, "coordinator", SUBSCRIBERS))
     if server.secret_file:
         node_ports, worker_ports = (
             parse_ports(text, f"ray.{name}")
@@ -111,6 +114,12 @@ def overlapping(uses: list[PortUse]) -> tuple[PortUse, PortUse] | None:
         if after.ports.start < before.ports.stop:
             return before, after
     return None
+
+
+def _port_of(endpoint: str) -> int:
+    """Returns the port of "tcp://host:port"; 0 for none, or if it is malformed (rules.py)."""
+    port = endpoint.rpartition(":")[2]
+    return int(port) if port.isascii() and port.isdecimal() else 0
 
 
 def _one(port: int) -> range:

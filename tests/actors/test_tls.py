@@ -34,7 +34,7 @@ from kvcluster.runtime.auth import token_line
 from kvcluster.wire import zmtp
 from tests.actors.worker import SPEC, kv, tokens
 from tests.authority import Authority, Issued
-from tests.ports import event_endpoints, free_port
+from tests.ports import event_endpoints, free_port, metrics_port
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -53,7 +53,7 @@ class World:
         self.token_file = folder / "tokens"
         self.admit("mine", "yours", "ops")
         self.events, self.replay = event_endpoints()
-        self.metrics_port = free_port()
+        self.metrics_port = metrics_port(self.events, self.replay)
         files = self.node.files
         self.cluster: LocalCluster = house.enter_context(
             kvcluster.local(

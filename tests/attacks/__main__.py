@@ -30,7 +30,7 @@ from kvcluster.transport.credentials import CA_FILE
 from tests.attacks.attackers import ATTACKS, look
 from tests.attacks.verdict import Outcome, Sample, table
 from tests.authority import Authority
-from tests.ports import free_port
+from tests.ports import free_port, metrics_port
 
 TURNS = 3
 _SHARDS = 2
@@ -162,7 +162,8 @@ def stage(*, tls: bool = False) -> Iterator[Stage]:
         quotas = Path(folder, "quotas")
         quotas.write_text(_QUOTAS, encoding="utf-8")
         quotas.chmod(0o600)
-        events, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+        events = f"tcp://127.0.0.1:{free_port()}"
+        port = metrics_port(events)
         config: dict[str, Any] = {
             "server": {"token_file": str(file), "quota_file": str(quotas), "transports": ["tcp", "grpc"]},
             "events": {"endpoint": events},

@@ -25,7 +25,7 @@ from tests.attacks.__main__ import Honest
 from tests.attacks.attackers import ask
 from tests.attacks.setting import TINY
 from tests.bounds.messages import MESSAGES, Place
-from tests.ports import free_port
+from tests.ports import free_port, metrics_port
 
 AT_ONCE = 8
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -90,7 +90,8 @@ def bench() -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         file = Path(folder, "tokens")
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        events, metrics = f"tcp://127.0.0.1:{free_port()}", free_port()
+        events = f"tcp://127.0.0.1:{free_port()}"
+        metrics = metrics_port(events)
         config = {
             "server": {"token_file": str(file), "transports": ["tcp", "grpc"]},
             "events": {"endpoint": events},
