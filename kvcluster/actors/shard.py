@@ -118,7 +118,7 @@ class ShardActor:
         """Starts the servers of the data paths, and then everything else."""
         tls = None
         if self._certificates is not None:
-            tls = ListenTls(self._certificates, config.security.client_certificates, auth.worker_by_certificate)
+            tls = ListenTls(self._certificates, config.security.client_certificates, auth.worker_within_tls)
         self._paths = serve_paths(self._host, auth, config.server, self._server.host, tls)
         self._server.start()
         self._host.start(self._paths.offers)

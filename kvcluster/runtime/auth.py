@@ -273,8 +273,7 @@ class Authenticator:
     def by_certificate(self, shown: CertificateNames) -> Caller:
         """Returns the caller who shows this verified certificate and no token. Raises CredentialError if it was
         revoked, or its URIs name no role or several tenants of this cluster."""
-        if self.is_revoked(shown):
-            raise CredentialError("this client's certificate was revoked; ask the operator of the cluster for another")
+        self.check_certificate(shown)
         if shown.has_role(self._cluster, SHARD):
             return Caller(CLUSTER, internal=True)
         tenants = [name for name in shown.tenants(self._cluster) if TENANT_NAME.fullmatch(name)]
@@ -288,20 +287,30 @@ class Authenticator:
         reads: frozenset[Tenant] = tokens.reads_of(tenant) if tokens is not None else frozenset()
         return Caller(tenant, operator=operator, reads=reads)
 
+    def check_certificate(self, shown: CertificateNames) -> None:
+        """Raises CredentialError if this verified certificate was revoked, or as `is_revoked`."""
+        if self.is_revoked(shown):
+            raise CredentialError("this client's certificate was revoked; ask the operator of the cluster for another")
+
     def is_revoked(self, shown: CertificateNames) -> bool:
         """Whether the token file has this certificate refused. Raises CredentialError if no version of the file could
         be used."""
         tokens = self._tokens()
         return tokens is not None and shown.fingerprint in tokens.revoked
 
-    def worker_by_certificate(self, shown: CertificateNames) -> Caller:
-        """As `worker`."""
-        return _worker(self.by_certificate(shown))
-
     def worker(self, token: str | None) -> Caller:
         """Returns the caller of this token, who moves pages. Raises CredentialError as `caller`, and for a token that
         stands for no tenant."""
         return _worker(self.caller(token))
+
+    def worker_within_tls(self, token: str | None, shown: CertificateNames) -> Caller:
+        """As `worker`, of a caller who has shown this verified certificate. Without a token the certificate says who
+        calls. That of a shard must not be revoked whatever token it shows: no line of the token file revokes those that
+        the coordinator issues."""
+        caller = self.caller(token) if token else self.by_certificate(shown)
+        if caller.internal:
+            self.check_certificate(shown)
+        return _worker(caller)
 
     def _count(self) -> int:
         """Returns the number of tenants; 0 while it is not known."""

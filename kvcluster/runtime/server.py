@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import grpc
 
@@ -183,7 +183,9 @@ class _Table(grpc.GenericRpcHandler):
         if bound is None:
             if len(self._bound) >= _BOUND:
                 self._bound.clear()
-            bound = self._bound[name] = _on(threads, handler.kind, partial(handler.serve, caller))
+            shows_both = caller.internal and self._certified is not None
+            serve = self._unless_revoked(handler, details.method) if shows_both else handler.serve
+            bound = self._bound[name] = _on(threads, handler.kind, partial(serve, caller))
         return bound
 
     def _beyond_rate(self, caller: Caller, method: str) -> bool:
@@ -209,9 +211,7 @@ class _Table(grpc.GenericRpcHandler):
             if (why := handler.why_not(caller)) is not None:
                 raise CredentialError(why)
         except CredentialError as error:
-            self._metrics.refused(Refusal.CREDENTIAL)
-            decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method, why=str(error))
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            self._abort_refused(error, method, context)
         if self._beyond_rate(caller, method):
             context.abort(grpc.StatusCode.UNAVAILABLE, _RATE)
         with self._counting:
@@ -220,6 +220,26 @@ class _Table(grpc.GenericRpcHandler):
                 return caller
         self._metrics.refused(Refusal.BUSY)
         context.abort(grpc.StatusCode.UNAVAILABLE, _TOO_MANY)
+        raise AssertionError("abort raises")
+
+    def _unless_revoked(self, handler: RpcHandler, method: str) -> Callable[..., Any]:
+        """Returns what serves a shard that shows a token besides its certificate: it aborts the call if the certificate
+        was revoked. No line of the token file revokes a token that the coordinator has issued."""
+
+        def serve(caller: Caller, request: Any, context: grpc.ServicerContext) -> Any:
+            try:
+                self._authenticator.check_certificate(_certificate(context))
+            except CredentialError as error:
+                self._abort_refused(error, method, context)
+            return handler.serve(caller, request, context)
+
+        return serve
+
+    def _abort_refused(self, error: CredentialError, method: str, context: grpc.ServicerContext) -> NoReturn:
+        """Aborts a call that is refused once its certificate is known."""
+        self._metrics.refused(Refusal.CREDENTIAL)
+        decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method, why=str(error))
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
         raise AssertionError("abort raises")
 
     def _by_certificate(self, threads: _Threads, handler: RpcHandler, method: str, version: int) -> _GrpcHandler | None:

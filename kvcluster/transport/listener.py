@@ -99,12 +99,12 @@ CallerNow = Callable[[], Caller]
 
 @dataclass(frozen=True, slots=True)
 class ListenTls:
-    """How a listener serves TLS. `client_certificates`: only to those who show a certificate. `caller_by_certificate`:
-    the caller who shows no token; raises CredentialError."""
+    """How a listener serves TLS. `client_certificates`: only to those who show a certificate. `caller_of`: who they
+    are, by the token that they show besides, None for none; raises CredentialError."""
 
     certificates: Certificates
     client_certificates: bool
-    caller_by_certificate: Callable[[CertificateNames], Caller]
+    caller_of: Callable[[str | None, CertificateNames], Caller]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +291,8 @@ class Listener:
         except UnicodeDecodeError:
             raise ProtocolError("the token is not UTF-8") from None
         caller_now: CallerNow = partial(self._caller_of, token)
-        if token is None and self._tls is not None and certificate is not None:
-            caller_now = partial(self._tls.caller_by_certificate, certificate)
+        if self._tls is not None and certificate is not None:
+            caller_now = partial(self._tls.caller_of, token, certificate)
         tenant = caller_now().tenant
         self._count(link, tenant)
         wait_ms = LONGEST_NS / 1e6

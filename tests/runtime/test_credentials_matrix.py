@@ -2,7 +2,7 @@
 in whose name. The rows come from the tables of methods, so that a new one is among them at once.
 
 That a tenant's question about another tenant's namespace is refused is tested in tests/core; here each credential is
-held to its own tenant. The TCP ports of shards are in test_tls_ports.py.
+held to its own tenant. All ports, those of gRPC among them, are in test_port_matrix.py.
 """
 
 from __future__ import annotations
