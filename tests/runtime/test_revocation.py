@@ -178,10 +178,12 @@ def test_whose_credential_is_revoked_is_served_no_more_and_others_are(mode: str,
             assert {outcome_of(ask) for ask in opened.values()} == {Outcome.SERVED}
         world.revoke()
         for port, ask in opened.items():
-            if port in ("events", "replay"):  # the publisher looks by a clock of its own
-                eventually(lambda ask=ask: outcome_of(ask) is Outcome.REFUSED, REVOKED_S)  # type: ignore[misc]
-            assert outcome_of(ask) is Outcome.REFUSED, f"{port}, over a connection that was open"
-            assert tried(ATTEMPTS[port], world.listeners, world.victim) is Outcome.REFUSED, f"{port}, over a new one"
+            # A call that comes while another's has the file read is answered by the tokens before; the publisher looks
+            # by a clock of its own.
+            eventually(lambda ask=ask: outcome_of(ask) is Outcome.REFUSED, REVOKED_S)  # type: ignore[misc]
+            assert tried(ATTEMPTS[port], world.listeners, world.victim) is Outcome.REFUSED, (
+                f"{port}, over a new connection"
+            )
         other.passes()
         assert not other.failed
 
