@@ -194,6 +194,31 @@ def test_a_read_only_credential_loads_its_tenant_s_blocks_and_stores_none() -> N
         assert said(coordinator, question, SPACE, tenant=OURS) != READ_ONLY, name
 
 
+READING = {
+    *("Attach", "PrepareLoad", "RenewTicket", "EndTicket", "Explain", "Siblings", "GetNamespaces"),
+    *("RegisterEngine", "GetEngines", "GetPins", "GetStatus"),
+    *("AttachShard", "GetOffers", "Pin", "PinSpans", "Unpin", "Renew", "Suspect", "Flush"),
+}
+"""The questions by which nothing of a tenant is changed. A new one is refused until it stands here."""
+
+
+def test_of_all_questions_it_may_ask_these_alone() -> None:
+    coordinator, shard = stored(), LoneShard.joined()
+    kinds = [kind for core in (coordinator.core, shard.core) for kind in asked_by_callers(core)]
+    allowed = {kind.__name__ for kind in kinds}
+    for kind in kinds:
+        core = coordinator if kind in asked_by_callers(coordinator.core) else shard
+        if kind.__name__ not in READING:
+            question = object.__new__(kind)
+            assert said(core, question, SPACE, tenant=OURS, read_only=True) == READ_ONLY, kind
+    assert allowed > READING, "and there are others"
+
+
+def asked_by_callers(core: Any) -> list[type]:
+    dispatcher = core._dispatcher
+    return [*dispatcher._in_namespace, *dispatcher._of_no_namespace]
+
+
 def test_a_shard_takes_no_page_of_it() -> None:
     shard = LoneShard.joined()
     shard.attach()

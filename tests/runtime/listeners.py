@@ -59,10 +59,18 @@ class Listeners:
         self._serve_coordinator()
         self._serve_shard()
 
-    def admit(self, tenants: Mapping[str, str], operators: Sequence[str] = (), revoked: Sequence[str] = ()) -> None:
-        """Has the token file admit these tokens of tenants, and refuse the certificates with these fingerprints."""
-        lines = [token_line(token, tenant, operator=token in operators) for token, tenant in tenants.items()]
-        lines += [f"revoked sha256:{fingerprint}" for fingerprint in revoked]
+    def admit(
+        self,
+        tenants: Mapping[str, str],
+        operators: Sequence[str] = (),
+        revoked: Sequence[str] = (),
+        read_only: Sequence[str] = (),
+    ) -> None:
+        """Has the token file admit these tokens of tenants, and refuse the certificates with these fingerprints. The
+        tenant `reader` may read the KV of `me`."""
+        rights = {token: {"operator": token in operators, "read_only": token in read_only} for token in tenants}
+        lines = [token_line(token, tenant, **rights[token]) for token, tenant in tenants.items()]
+        lines += ["grant reader reads me", *(f"revoked sha256:{fingerprint}" for fingerprint in revoked)]
         new = self.token_file.with_suffix(".new")
         new.write_text("\n".join(lines), encoding="utf-8")
         new.chmod(0o600)

@@ -14,6 +14,7 @@ from enum import Enum
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
+from kvcluster.core.dispatcher import READ_ONLY
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
     Drain,
@@ -61,7 +62,7 @@ class Outcome(Enum):
 
     SERVED = "yes"
     OWN = "own"
-    """It was let in as another tenant than `me`, and so found nothing of the namespace of `me`."""
+    """It was let in as another tenant than `me`, and found nothing of the namespace of `me` that it may have."""
     REFUSED = "no"
     """By an answer; or no connection was made, or it was ended."""
 
@@ -105,6 +106,14 @@ def tried(way: Way, listeners: Listeners, shown: Shown) -> Outcome:
 # ------------------------------------------------------------------------------------------------ over gRPC and tcp
 
 
+def _refused(answer: Refused) -> Outcome:
+    """What a refusal by a core means."""
+    if answer == READ_ONLY:
+        return Outcome.REFUSED
+    assert answer.kind is RefusedKind.UNKNOWN_NAMESPACE, f"refused for another reason: {answer.detail}"
+    return Outcome.OWN
+
+
 @contextmanager
 def _asks(
     port: str, method: str, make: Callable[[Shown], Question], listeners: Listeners, shown: Shown
@@ -114,8 +123,7 @@ def _asks(
         def ask() -> Outcome:
             space = SPACE if method.startswith("Prepare") else None
             reply = connection.ask(COORDINATOR[method], make(shown), soon(), space)
-            unknown = isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE
-            return Outcome.OWN if unknown else Outcome.SERVED
+            return _refused(reply) if isinstance(reply, Refused) else Outcome.SERVED
 
         yield ask
 
@@ -180,9 +188,7 @@ def _moves(
             try:
                 return move(path)
             except RefusedByShard as error:
-                if error.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
-                    return Outcome.OWN
-                raise AssertionError(f"refused for another reason: {error}") from None
+                return _refused(error.refused)
 
         yield ask
 

@@ -33,8 +33,9 @@ EVERYTHING = {
 """A configuration in which everything listens that can."""
 
 SHARD = Epoch(6)
-TENANTS = {"mine": "me", "yours": "you", "operator's": "me", "commands": "-"}
+TENANTS = {"mine": "me", "yours": "you", "looks": "me", "reads": "reader", "operator's": "me", "commands": "-"}
 OPERATORS = ("operator's", "commands")
+READ_ONLY = ("looks",)
 MADE_UP = "shard.6.0.0000"
 TO_REPORT, TO_SHARD = "to report", "to this shard"
 """Stand for the tokens that the coordinator issues to another shard."""
@@ -42,6 +43,7 @@ TO_REPORT, TO_SHARD = "to report", "to this shard"
 CERTIFICATES = {
     "me": ("tenant/me",),
     "you": ("tenant/you",),
+    "reader": ("tenant/reader",),
     "operator": ("tenant/me", "operator"),
     "commands": ("operator",),
     "shard": ("shard",),
@@ -70,8 +72,6 @@ class Row(NamedTuple):
 
 NOWHERE = "no  no  no  | no  no  | no  no  | no  no  | no  no  | no  no"
 
-# For tokens that may read and not write: a token of TENANTS, and a row of each table.
-
 #                                 lookup       issue     grpc      tcp       metrics,  events
 #                                  reserve      report     read      read     those     replay
 #                                      drain                write     write    of shards
@@ -82,6 +82,8 @@ CLEAR = {
     "revoked":               Row("no  no  no  | no  no  | no  no  | no  no  | yes yes | yes yes", "my last one"),
     "right":                 Row("yes yes no  | no  no  | yes yes | yes yes | yes yes | yes yes", "mine"),
     "other tenant":          Row("own own no  | no  no  | own own | own own | yes yes | yes yes", "yours"),
+    "read-only":             Row("yes no  no  | no  no  | yes no  | yes no  | yes yes | yes yes", "looks"),
+    "by a grant":            Row("yes own no  | no  no  | yes own | yes own | yes yes | yes yes", "reads"),
     "operator":              Row("yes yes yes | no  no  | yes yes | yes yes | yes yes | yes yes", "operator's"),
     "operator of no tenant": Row("no  no  yes | no  no  | no  no  | no  no  | yes yes | yes yes", "commands"),
     "secret of the cluster": Row("no  no  no  | yes no  | no  no  | no  no  | yes yes | yes yes", SECRET),
@@ -98,6 +100,8 @@ WITHIN_TLS = {
     "revoked":               Row("no  no  no  | no  no  | no  no  | no  no  | yes yes | no  no", "my last one"),
     "right":                 Row("yes yes no  | no  no  | yes yes | yes yes | yes yes | no  no", "mine"),
     "other tenant":          Row("own own no  | no  no  | own own | own own | yes yes | no  no", "yours"),
+    "read-only":             Row("yes no  no  | no  no  | yes no  | yes no  | yes yes | no  no", "looks"),
+    "by a grant":            Row("yes own no  | no  no  | yes own | yes own | yes yes | no  no", "reads"),
     "operator":              Row("yes yes yes | no  no  | yes yes | yes yes | yes yes | no  no", "operator's"),
     "operator of no tenant": Row("no  no  yes | no  no  | no  no  | no  no  | yes yes | no  no", "commands"),
     "secret of the cluster": Row("no  no  no  | no  no  | no  no  | no  no  | yes yes | no  no", SECRET, "no role"),
@@ -124,6 +128,8 @@ WITH_CERTIFICATES = {
     "token: operator":       Row("no  no  no  | no  no  | no  no  | no  no  | yes yes | no  no", "operator's"),
     "right":                 Row("yes yes no  | no  no  | yes yes | yes yes | yes yes | no  no", None, "me"),
     "other tenant":          Row("own own no  | no  no  | own own | own own | yes yes | no  no", None, "you"),
+    "read-only":             Row("yes no  no  | no  no  | yes no  | yes no  | yes yes | no  no", "looks", "no role"),
+    "by a grant":            Row("yes own no  | no  no  | yes own | yes own | yes yes | no  no", None, "reader"),
     "operator":              Row("yes yes yes | no  no  | yes yes | yes yes | yes yes | yes yes", None, "operator"),
     "operator of no tenant": Row("no  no  yes | no  no  | no  no  | no  no  | yes yes | yes yes", None, "commands"),
     "events":                Row("no  no  no  | no  no  | no  no  | no  no  | yes yes | yes yes", None, "events"),
@@ -166,7 +172,7 @@ class World:
         own = self._authority.issue("server", "coordinator", "shard") if tls else None
         self._is_tls = tls
         self.listeners = Listeners(house, folder, own, client_certificates=client_certificates)
-        self.listeners.admit(TENANTS, OPERATORS, (self._issued["revoked"].fingerprint,))
+        self.listeners.admit(TENANTS, OPERATORS, (self._issued["revoked"].fingerprint,), READ_ONLY)
         self.listeners.now += 1.0
         proves = self._credentials(Row("", None if tls else SECRET, "shard" if tls else None))
         self._of_shard = dict(zip((TO_REPORT, TO_SHARD), self.listeners.shard_tokens(SHARD, proves), strict=True))
