@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,10 +10,10 @@ import pytest
 
 from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
-from kvcluster.core.ids import BlockHash
+from kvcluster.core.ids import BlockHash, Caller, Tenant
 from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup, Question
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.tickets import Ticket
@@ -44,8 +44,8 @@ class Bench:
         stack.callback(self.lookups.close)
         self.now = 1_000_000 * MS
 
-    def ask(self) -> Any:
-        return self.client, self.hashes, "", None
+    def ask(self) -> Question:
+        return Question(self.client, self.hashes, "")
 
     def begin(self, ask: Ask | None = None) -> PendingLookup:
         begun = self.lookups.begin(ask or self.ask, self.now)
@@ -122,7 +122,7 @@ def test_what_it_prepares_is_for_all_ranks(bench: Bench) -> None:
 def test_to_find_nothing_is_an_answer(bench: Bench) -> None:
     others = bench.client.hashes(prompt(3, seed=9))
     for _ in range(3):
-        lookup = bench.begin(lambda: (bench.client, others, "", None))
+        lookup = bench.begin(lambda: Question(bench.client, others, ""))
         assert bench.granted(lookup).blocks == 0
         miss = bench.heard(lookup).miss
         assert miss is not None and miss.reason is MissReason.NEVER_SEEN
@@ -202,7 +202,7 @@ def test_prompts_that_were_lost_with_their_shard_leave_the_lookups_of_others_alo
         cluster.stop_shard(lost_shard)
 
         def found(chain: list[BlockHash]) -> tuple[int, MissReason | None]:
-            lookup = bench.begin(lambda: (bench.client, chain, "", None))
+            lookup = bench.begin(lambda: Question(bench.client, chain, ""))
             answer = bench.heard(lookup)
             blocks, miss = answer.ticket.blocks if answer.ticket else -1, answer.miss
             lookup.leave()
@@ -320,3 +320,46 @@ def test_prompts_are_hashed_on_the_lookups_own_thread(bench: Bench) -> None:
     assert bench.granted(lookup)
     lookup.leave()
     assert len(TOKENS) == 4 * BLOCK
+
+
+# -------------------------------------------------------------------------------------- of a tenant that is also read
+
+
+def also(bench: Bench, blocks: int) -> tuple[Client, Callable[[], Sequence[BlockHash]]]:
+    """A client that reads the tenant `public`, which has so many of these blocks; to be closed by the test."""
+    owner = bench.cluster.client(SPEC, tenant="public")
+    if blocks:
+        owner.store(TOKENS[: blocks * BLOCK], kv(blocks))
+        owner.flush()
+    caller = Caller(Tenant("default"), reads=frozenset({Tenant("public")}))
+    reader = watched_client(bench.cluster, caller=caller, reads="public")
+    return reader, lambda: reader.hashes(TOKENS)
+
+
+@pytest.mark.parametrize(("own", "theirs"), [(0, 3), (2, 3), (3, 2), (2, 0), (4, 4)])
+def test_the_longer_of_two_prefixes_is_granted_and_nothing_else_is_held(bench: Bench, own: int, theirs: int) -> None:
+    bench.client.clear()
+    if own:
+        bench.client.store(TOKENS[: own * BLOCK], kv(own))
+        bench.client.flush()
+    other = also(bench, theirs)
+    with other[0]:
+        lookup = bench.begin(lambda: Question(bench.client, bench.hashes, "", also=other))
+        answer = bench.heard(lookup)
+        assert answer.ticket is not None and answer.ticket.blocks == max(own, theirs)
+        assert (answer.of_another, answer.own_blocks) == (theirs > own, own)
+        assert list(answer.hashes) == bench.hashes, "of its own tenant, by which it stores"
+        tickets = bench.client.status()["tickets"]
+        assert tickets == (max(own, theirs) > 0), "the shorter one was given back"
+        lookup.leave()
+
+
+def test_what_goes_wrong_there_leaves_its_own(bench: Bench) -> None:
+    def revoked() -> Sequence[BlockHash]:
+        raise CallerError("this credential may not read the KV of tenant 'public'")
+
+    with also(bench, 0)[0] as reader:
+        longer = bench.client.hashes(TOKENS + prompt(1, seed=7))
+        lookup = bench.begin(lambda: Question(bench.client, longer, "", also=(reader, revoked)))
+        assert bench.granted(lookup).blocks == 4
+        lookup.leave()
