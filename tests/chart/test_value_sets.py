@@ -18,6 +18,7 @@ from tests.chart.checks import (
     certificates_have_the_names_and_roles_that_the_program_asks_for,
     commands_in_containers_connect_as_the_cluster_does,
     files_of_the_configuration_are_mounted,
+    files_of_variables_are_mounted,
     memory_is_what_the_program_asks_for,
     mounts_exist,
     pods_have_time_to_stop,
@@ -227,6 +228,7 @@ def test_these_values_render_what_kubernetes_takes(name: str) -> None:
         check(release)
     certificates_have_the_names_and_roles_that_the_program_asks_for(release)
     commands_in_containers_connect_as_the_cluster_does(release)
+    files_of_variables_are_mounted(release)
     if release.mode != "join":
         memory_is_what_the_program_asks_for(release)
 

@@ -75,13 +75,22 @@ schedulerName: {{ . }}
 {{- toYaml (mergeOverwrite (deepCopy .own) (default dict .given)) -}}
 {{- end -}}
 
-{{- define "kvcluster.env" -}}
+{{- define "kvcluster.podEnv" -}}
 - name: POD_IP
   valueFrom:
     fieldRef:
       fieldPath: status.podIP
 - name: HOME
   value: /tmp
+{{- end -}}
+
+{{- define "kvcluster.env" -}}
+{{ include "kvcluster.podEnv" . }}
+{{ include "kvcluster.connectionEnv" . }}
+{{- end -}}
+
+{{- /* Of containers that have the certificate mounted, which this names. */ -}}
+{{- define "kvcluster.connectionEnv" -}}
 # For commands in the container, such as `kubectl exec POD -- kvcluster status`.
 - name: KVCLUSTER_ENCRYPTION
   value: {{ .Values.security.encryption }}
