@@ -128,7 +128,7 @@ def files_of_the_configuration_are_mounted(release: Release) -> None:
             assert secret_at(pod, each, path) == tls_secret(
                 release, "shard" if options.command == "join" else "coordinator"
             )
-        for path in (server.secret_file, server.token_file):
+        for path in filter(None, (server.secret_file, server.token_file, server.quota_file)):
             assert _file_is_mounted(release, pod, each, path), path
         if options.command == "up" and not options.address:
             for folder in filter(None, (coordinator.state_dir,)):

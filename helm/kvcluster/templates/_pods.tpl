@@ -140,10 +140,7 @@ schedulerName: {{ . }}
     secretName: {{ include "kvcluster.authSecret" . }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.auth.secretKey }}
-        path: secret
-      - key: {{ .Values.auth.tokensKey }}
-        path: tokens
+      {{- include "kvcluster.authItems" . | nindent 6 }}
 - name: tmp
   emptyDir:
     sizeLimit: {{ .Values.tmpSize }}
@@ -152,6 +149,18 @@ schedulerName: {{ . }}
     medium: Memory
     sizeLimit: 256Mi
 {{- end -}}
+{{- end -}}
+
+{{- /* The files of the Secret of `auth`. */ -}}
+{{- define "kvcluster.authItems" -}}
+- key: {{ .Values.auth.secretKey }}
+  path: secret
+- key: {{ .Values.auth.tokensKey }}
+  path: tokens
+{{- with .Values.auth.quotasKey }}
+- key: {{ . }}
+  path: quotas
+{{- end }}
 {{- end -}}
 
 {{- /* An HTTP probe, with tls an HTTPS one, of which the kubelet verifies no certificate. Of (root, path, port, period,
