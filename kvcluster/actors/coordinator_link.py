@@ -21,6 +21,11 @@ from kvcluster.wire.methods import COORDINATOR
 
 _LOOK_UP_S = 2.0
 
+_SILENT_S = 1.0
+"""A coordinator takes longer than this to start again. A shard that has had no answer for as long, as it was stopped
+itself or reports that seldom, may find another coordinator at the same address, which does not know its credential and
+would count it as refused: it asks for a new one first."""
+
 
 class _Announced(NamedTuple):
     """Where shards report now, and the name that the certificate of that server has, "" for the address itself."""
@@ -45,15 +50,18 @@ class CoordinatorLink:
         self._at = self._announced = _Announced()
         self._lookup: threading.Thread | None = None
         self._connection: Connection | None = None
-        self._renew_at = 0.0
+        self._renew_at = self._answered_at = 0.0
 
     def report(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         """Sends a report and returns its answer. Raises Unavailable or KVClusterError."""
         try:
-            if self._connection is None or time.monotonic() >= self._renew_at:
+            now = time.monotonic()
+            if self._connection is None or now >= self._renew_at or now - self._answered_at > _SILENT_S:
                 self._connect(deadline)
             assert self._connection is not None
-            return self._connection.ask(COORDINATOR[type(message).__name__], message, deadline)
+            answer = self._connection.ask(COORDINATOR[type(message).__name__], message, deadline)
+            self._answered_at = time.monotonic()
+            return answer
         except (Unavailable, Unreachable):
             self.close()  # a coordinator that has restarted does not know this credential
             self._look_again()

@@ -100,7 +100,7 @@ def _attach(client: Client, address: str, credentials: Credentials, deadline: De
 
     gRPC's own wait for a channel is not used: it leaves a thread in gRPC for a fifth of a second, and a process that is
     forked meanwhile cannot use gRPC (transport/forks.py)."""
-    if credentials.certificates is not None:  # gRPC compares names, and no roles
+    if credentials.certificates is not None:  # why a certificate is refused is then an error, and no outage
         check_is_ours(address, credentials, min(_GREETING_S, deadline.remaining_s()))
     first = True
     while True:

@@ -85,6 +85,11 @@ def _cluster_rules(config: Config) -> Iterator[_Rule]:
         not advertised or bool(_HOST.fullmatch(advertised)),
         f"server.advertise must be a host name or address without a port, not {advertised!r}",
     )
+    quotas = config.server.quota_file
+    yield (
+        not quotas or os.path.isabs(quotas),
+        f"server.quota_file must be an absolute path, not {quotas!r}: actors run elsewhere",
+    )
     yield (
         2 * config.shard.report_interval_ms < config.membership_ttl_ms,
         "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",
@@ -261,8 +266,6 @@ def _security_rules(config: Config) -> Iterator[_Rule]:
 
 def _transport_rules(config: Config) -> Iterator[_Rule]:
     yield "grpc" in config.server.transports, "server.transports must name grpc, since control goes over it"
-    for name, path in (("server.quota_file", config.server.quota_file), ("log.audit_file", config.log.audit_file)):
-        yield not path or path.startswith("/"), f"{name} must be an absolute path, not {path!r}: actors run elsewhere"
     for prefix, path in (("server", config.server.socket_dir), ("client", config.client.socket_dir)):
         yield not path or path.startswith("/"), f"{prefix}.socket_dir must be an absolute path, not {path!r}"
     yield bool(config.client.transports), f"client.transports must name one of {', '.join(TRANSPORTS)}"
@@ -288,6 +291,10 @@ def _event_rules(e: EventsConfig, *, encrypted: bool) -> Iterator[_Rule]:
 
 def _log_rules(log: LogConfig) -> Iterator[_Rule]:
     yield log.format in LOG_FORMATS, f"log.format must be one of {', '.join(LOG_FORMATS)}, not {log.format!r}"
+    yield (
+        not log.audit_file or os.path.isabs(log.audit_file),
+        f"log.audit_file must be an absolute path, not {log.audit_file!r}: actors run elsewhere",
+    )
     yield log.lines_per_second >= 1, "log.lines_per_second must be at least 1"
 
 

@@ -87,6 +87,14 @@ class Refusal(Enum):
         return cls.VERSION if isinstance(error, VersionError) else cls.PROTOCOL
 
 
+class OperatorFile(Enum):
+    """A file of the operator, or several that belong together, that a process reads again when it changes."""
+
+    TOKENS = "tokens"
+    QUOTAS = "quotas"
+    CERTIFICATES = "certificates"
+
+
 class HistogramSet:
     """The histograms of one metric, one for each of its `series` of label values. Thread-safe; a value is added in
     constant time."""
@@ -114,8 +122,8 @@ class HistogramSet:
 
 
 class CallMetrics:
-    """How long the gRPC calls of a process took, by method, how many were refused, and how often it tried to start.
-    Thread-safe."""
+    """How long the gRPC calls of a process took, by method, how many were refused, how often it tried to start, and
+    whether its files are the newest. Thread-safe."""
 
     def __init__(self, methods: Iterable[str]) -> None:
         self._lock = threading.Lock()
@@ -123,8 +131,7 @@ class CallMetrics:
         self._refused = dict.fromkeys(Refusal, 0)
         self._start_retries = 0
         self._under_way: list[Callable[[], int]] = []
-        self._tokens_trouble: Callable[[], str] = str
-        self._quotas_trouble: Callable[[], str] = str
+        self._troubles: dict[OperatorFile, Callable[[], str]] = dict.fromkeys(OperatorFile, str)
 
     def took(self, method: str, seconds: float) -> None:
         self._seconds.add((method,), seconds)
@@ -142,13 +149,9 @@ class CallMetrics:
         """Has `under_way` asked for the number of calls of a server, one of those of this process."""
         self._under_way.append(under_way)
 
-    def watch_tokens(self, trouble: Callable[[], str]) -> None:
-        """Has `trouble` asked why the newest token file is not in use (Authenticator.trouble)."""
-        self._tokens_trouble = trouble
-
-    def watch_quotas(self, trouble: Callable[[], str]) -> None:
-        """Has `trouble` asked why the newest quota file is not in use (QuotaFile.trouble)."""
-        self._quotas_trouble = trouble
+    def watch_file(self, file: OperatorFile, trouble: Callable[[], str]) -> None:
+        """Has `trouble` asked why the newest version of the file is not in use, "" if it is (WatchedFiles.trouble)."""
+        self._troubles[file] = trouble
 
     def samples(self) -> list[Sample | Histogram]:
         under_way = sum(count() for count in self._under_way)
@@ -159,8 +162,7 @@ class CallMetrics:
             *labelled("kvcluster_refused_calls_total", refused),
             *self._seconds.samples(),
             Sample("kvcluster_calls_under_way", (), float(under_way)),
-            Sample("kvcluster_token_file_stale", (), float(bool(self._tokens_trouble()))),
-            Sample("kvcluster_quota_file_stale", (), float(bool(self._quotas_trouble()))),
+            *labelled("kvcluster_file_stale", {file.value: bool(why()) for file, why in self._troubles.items()}),
             Sample("kvcluster_start_retries_total", (), float(retries)),
         ]
 

@@ -143,11 +143,11 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     "kvcluster_call_seconds": Metric(_HISTOGRAM, "Time to answer a gRPC call, without the network.", ("method",)),
     "kvcluster_refused_calls_total": Metric(_COUNTER, "gRPC calls that were not let through, by reason.", ("reason",)),
     "kvcluster_calls_under_way": Metric(_GAUGE, "gRPC calls that are served or wait for a thread."),
-    "kvcluster_token_file_stale": Metric(
-        _GAUGE, "1 while the newest token file cannot be used, and the tokens of the one before are valid."
-    ),
-    "kvcluster_quota_file_stale": Metric(
-        _GAUGE, "1 while the newest quota file cannot be used, and the quotas of the one before hold."
+    "kvcluster_file_stale": Metric(
+        _GAUGE,
+        "1 while a file that was changed is not in use, because it cannot be used: what it said before holds, if it "
+        "was read before. By file: tokens, quotas, certificates.",
+        ("file",),
     ),
     "kvcluster_start_retries_total": Metric(
         _COUNTER, "Attempts of this process to start again that failed, until it could serve."
@@ -156,9 +156,6 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     "kvcluster_memory_limit_bytes": Metric(_GAUGE, "Memory of the machine, or the limit of the container."),
     "kvcluster_certificate_expires_seconds": Metric(
         _GAUGE, "When the certificate of this process ends, in seconds since 1970; without TLS there is none."
-    ),
-    "kvcluster_certificate_stale": Metric(
-        _GAUGE, "1 while newer files of certificates cannot be used, so that the ones before stay in use; else 0."
     ),
     "kvcluster_uptime_seconds": Metric(_GAUGE, "Time since this process began to serve."),
 }

@@ -26,7 +26,7 @@ from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.extras import install
 from kvcluster.memory.arena import memory_limit_bytes
-from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
+from kvcluster.runtime.metric_samples import CallMetrics, Histogram, OperatorFile, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
 from kvcluster.transport.byte_streams import shut_down
 from kvcluster.transport.certificates import Certificates, accepting
@@ -144,6 +144,8 @@ def serve_metrics(
     `certificates`: None to serve in the clear. Raises as MetricsServer."""
     if not config.port:
         return None
+    if certificates is not None:
+        calls.watch_file(OperatorFile.CERTIFICATES, certificates.trouble)
     process = ProcessSamples(certificates)
 
     def collect() -> list[Sample | Histogram]:
@@ -173,10 +175,7 @@ class ProcessSamples:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         certified = []
         if self._certificates is not None and (own := self._certificates.now().own) is not None:
-            certified = [
-                Sample("kvcluster_certificate_expires_seconds", (), own.expires_s),
-                Sample("kvcluster_certificate_stale", (), float(bool(self._certificates.trouble()))),
-            ]
+            certified = [Sample("kvcluster_certificate_expires_seconds", (), own.expires_s)]
         return [
             *certified,
             Sample("kvcluster_memory_bytes", (), float(pages * os.sysconf("SC_PAGESIZE"))),

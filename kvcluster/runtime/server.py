@@ -33,7 +33,7 @@ from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.audit_log import audited
 from kvcluster.runtime.auth import COMMANDS, NO_TENANT, NOT_A_TENANT, ONLY_TO_ISSUE, Authenticator
 from kvcluster.runtime.json_log import decided
-from kvcluster.runtime.metric_samples import CallMetrics, Refusal
+from kvcluster.runtime.metric_samples import CallMetrics, OperatorFile, Refusal
 from kvcluster.transport.addresses import host_and_port
 from kvcluster.transport.base import TOO_MANY_CALLS, Unavailable
 from kvcluster.transport.certificates import CertificateNames, Certificates, names_in_pem
@@ -146,7 +146,7 @@ class _Table(grpc.GenericRpcHandler):
         self._second = self._refused = 0
         self._threads: dict[Tenant, _Threads] = {}
         self._bound: dict[tuple[str, Caller], _GrpcHandler] = {}
-        metrics.watch_tokens(authenticator.trouble)
+        metrics.watch_file(OperatorFile.TOKENS, authenticator.trouble)
         metrics.watch(lambda: sum(threads.calls for threads in list(self._threads.values())))
 
     def service(self, details: grpc.HandlerCallDetails) -> _GrpcHandler | None:

@@ -25,7 +25,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.token_bucket import TenantRates
 from kvcluster.runtime.auth import COMMANDS
 from kvcluster.runtime.driver import StateMachine
-from kvcluster.runtime.metric_samples import CallMetrics, Refusal
+from kvcluster.runtime.metric_samples import CallMetrics, OperatorFile, Refusal
 from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
@@ -43,7 +43,7 @@ class RateLimiter:
     ) -> None:
         """What is refused is counted in `metrics`, which also show whether the quotas are the newest."""
         if metrics is not None:
-            metrics.watch_quotas(quotas.trouble)
+            metrics.watch_file(OperatorFile.QUOTAS, quotas.trouble)
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()

@@ -54,6 +54,11 @@ class RateLimited(Unavailable):
     server, which serves the tenant again a moment later."""
 
 
+class ServerChanged(Unavailable):
+    """The server shows another certificate than the one that was verified, so nothing was sent to it. The call may be
+    made again at once: the server is verified first."""
+
+
 TOO_MANY_CALLS = "this tenant makes more calls a second than its quota allows"
 """The beginning of what a server says that refuses such a call. By it a client distinguishes this from a server that
 cannot be reached: both are UNAVAILABLE, so that older clients take it for a miss, too."""

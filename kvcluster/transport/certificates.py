@@ -32,6 +32,7 @@ from kvcluster.config import TLS, Config
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
+from kvcluster.transport.addresses import split_address
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.watched_files import WatchedFiles, read_bounded
 
@@ -167,10 +168,11 @@ class Certificates:
         ends = f"ends in {left_s / DAY_S:.0f} days, at {when}" if left_s > 0 else f"has ended, at {when}"
         return f"the certificate {self.files.cert} {ends}: replace the files, which are then read again"
 
-    def channel(self) -> grpc.ChannelCredentials:
-        """Returns what gRPC needs to connect to a server, with this process's certificate if it has one."""
+    def channel(self, server: bytes) -> grpc.ChannelCredentials:
+        """Returns what gRPC needs to connect to the server that has this certificate, in PEM, and to no other; with
+        this process's certificate if it has one."""
         loaded = self.now()
-        return grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
+        return grpc.ssl_channel_credentials(server, loaded.key, loaded.cert)
 
     def server(self, *, client_certificates: bool) -> grpc.ServerCredentials:
         """Returns what gRPC needs to listen. It asks for the newest certificate at each handshake."""
@@ -276,6 +278,21 @@ def _role_of(uri: str) -> str:
 def check_server(connected: socket.socket, name: str, certificates: Certificates, deadline: Deadline) -> None:
     """Verifies a coordinator at the other end, and closes the socket. Raises as `connect_tls`."""
     connect_tls(connected, name, certificates, deadline, role=COORDINATOR).close()
+
+
+def verified_certificate(
+    address: str, name: str, certificates: Certificates, deadline: Deadline, *, role: str
+) -> bytes:
+    """Returns the certificate, in PEM, that the server at `address` ("host:port") shows. Raises as `connect_tls`, and
+    Unavailable if no server listens there."""
+    try:
+        connected = socket.create_connection(split_address(address), timeout=deadline.remaining_s())
+    except OSError as error:
+        raise Unavailable(Miss(MissReason.SHARD_LOST, _reason(error).lower())) from None
+    with closing(connect_tls(connected, name, certificates, deadline, role=role)) as wrapped:
+        shown = wrapped.getpeercert(binary_form=True)
+        assert shown is not None, "it was verified"
+        return ssl.DER_cert_to_PEM_cert(shown).encode("ascii")
 
 
 class ServerTls(NamedTuple):

@@ -39,9 +39,11 @@ from kvcluster.transport.base import (
     PageSource,
     Payload,
     RefusedByShard,
+    ServerChanged,
     Unavailable,
     decoded,
 )
+from kvcluster.transport.certificates import SHARD as SHARD_ROLE
 from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
 from kvcluster.transport.sessions import ReadSession, ShardQuestions, WriteSession
@@ -67,9 +69,17 @@ class GrpcPages(ShardQuestions):
     streams = ONE_STREAM
 
     def __init__(self, address: str, credentials: Credentials = ANONYMOUS) -> None:
-        self._connection = Connection(address, credentials)
+        self._connection = Connection(address, credentials, role=SHARD_ROLE)
 
     def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        try:
+            return (yield from self._read(request, sink, deadline))
+        except ServerChanged:
+            return (yield from self._read(request, sink, deadline))
+
+    def _read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         address, agreed = self._connection.address, self._connection.version
@@ -99,6 +109,12 @@ class GrpcPages(ShardQuestions):
             stream.cancel()
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        try:
+            return self._write(request, source, deadline)
+        except ServerChanged:
+            return self._write(request, source, deadline)
+
+    def _write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         address, agreed = self._connection.address, self._connection.version
         opening = frames.encode_write_request(request, agreed or OLDEST_VERSION)
         granted: queue.SimpleQueue[tuple[list[Written | None], int] | None] = queue.SimpleQueue()

@@ -10,6 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import grpc
@@ -28,10 +29,12 @@ from kvcluster.errors import (
 )
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.addresses import check_address
-from kvcluster.transport.base import TOO_MANY_CALLS, Cancelled, Deadline, RateLimited, Unavailable
+from kvcluster.transport.base import TOO_MANY_CALLS, Cancelled, Deadline, RateLimited, ServerChanged, Unavailable
+from kvcluster.transport.certificates import COORDINATOR
 from kvcluster.transport.credentials import ANONYMOUS, Credentials
 from kvcluster.transport.forks import FORKS
 from kvcluster.transport.listener import Descriptors
+from kvcluster.transport.server_verifier import ServerVerifier, VerifiedServer
 from kvcluster.wire.methods import Method, Question
 from kvcluster.wire.versions import METADATA, OURS, agreed_version, clock_in, versions_in
 
@@ -54,6 +57,12 @@ CHANNEL_OPTIONS = [
 ]
 _IDLE_MS = 60_000
 _HANDSHAKE_MS = 5_000
+
+_PAUSE_S = 0.1
+"""The pause between two attempts to verify a server that is waited for."""
+
+_OTHER_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
+"""In what gRPC says of a server that shows another certificate than the verified one."""
 
 _CUT_OFF = Miss(MissReason.SHARD_LOST, "this client is closed")
 
@@ -96,6 +105,17 @@ class RpcHandler(NamedTuple):
     """Returns why the method is not for this caller; None if it is."""
 
 
+_Kind = Callable[[grpc.Channel], Callable[..., Any]]
+"""Returns what makes calls of one kind over a channel."""
+
+_READS: _Kind = attrgetter("unary_stream")
+_WRITES: _Kind = attrgetter("stream_stream")
+
+
+def _unary(channel: grpc.Channel) -> Callable[..., Any]:
+    return lambda path, **serializers: channel.unary_unary(path, **serializers).with_call
+
+
 _OLD_CHANNELS = 2
 """Channels that are kept open for calls that began before the certificates changed."""
 
@@ -111,14 +131,15 @@ class ClockDifference(NamedTuple):
 class Connection:
     """A channel to one server, with the credentials that every call carries.
 
-    With certificates, nothing is sent before that of the server has been verified. When the files of the certificates
-    change, the next call goes over a new channel; calls under way end on the old one.
+    With certificates, nothing is sent before that of the server has been verified, with the name and `role` that it
+    must have, at each connection that gRPC makes (server_verifier.py). When the files of the certificates change, or
+    the server's own, the next call goes over a new channel; calls under way end on the old one.
 
     Raises ConfigError for an invalid address, CredentialError for a token that no server could have made, and
     KVClusterError in a process that was forked from the middle of a call.
     """
 
-    def __init__(self, address: str, credentials: Credentials = ANONYMOUS) -> None:
+    def __init__(self, address: str, credentials: Credentials = ANONYMOUS, *, role: str = COORDINATOR) -> None:
         check_address(address)
         FORKS.check()
         self.address = address
@@ -130,10 +151,13 @@ class Connection:
                 "the token has a character that no token has; if it was read from a file, strip the line break"
             )
         self._metadata = (*METADATA, *((("authorization", f"Bearer {token}"),) if token else ()))
-        self._certificates = 0
-        """The version of the certificates with which the channel was made."""
+        self._verifier: ServerVerifier | None = None
+        if credentials.certificates is not None:
+            self._verifier = ServerVerifier(address, credentials.name_at(address), role, credentials.certificates)
+        self._server: VerifiedServer | None = None
+        """The server to which the channel may connect; None for one in the clear, or before there is a channel."""
         self._old: list[grpc.Channel] = []
-        self._channel = self._new_channel()
+        self._channel = self._new_channel() if self._verifier is None else None
         self.version: int | None = None
         """The version of the protocol that both sides speak, by the last answer; None before the first."""
         self.clock: ClockDifference | None = None
@@ -144,13 +168,13 @@ class Connection:
         self._closed = False
 
     def _new_channel(self) -> grpc.Channel:
-        certificates = self._credentials.certificates
+        certificates, server = self._credentials.certificates, self._server
         if certificates is None:
             return grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
-        self._certificates = certificates.now().number
+        assert server is not None, "it is verified before there is a channel"
         name = self._credentials.server_name
         options = [*CHANNEL_OPTIONS, *((("grpc.ssl_target_name_override", name),) if name else ())]
-        return grpc.secure_channel(self.address, certificates.channel(), options=options)
+        return grpc.secure_channel(self.address, certificates.channel(server.certificate), options=options)
 
     def ask(
         self, method: Method, question: Question | None, deadline: Deadline, namespace: NamespaceId | None = None
@@ -160,18 +184,22 @@ class Connection:
         request = method.encode_request(question, namespace, self.version or OLDEST_VERSION)
         before = time.time_ns()
         with FORKS.call(deadline):
-            data, call = self._ask(method.path, request, deadline)
+            try:
+                data, call = self._ask(method.path, request, deadline)
+            except ServerChanged:
+                before = time.time_ns()
+                data, call = self._ask(method.path, request, deadline)
         self._compare_clocks(before, time.time_ns(), call)
         return method.decode_reply(data, self._learn(call))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
         """Sends one message, and returns a stream of answers. Raises Unavailable; pass errors of the stream to
         `raise_for`."""
-        return self._stream(self._channel.unary_stream, path, message, deadline)
+        return self._stream(_READS, path, message, deadline)
 
     def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
         """Sends many messages on a thread of gRPC's own, and returns a stream of answers. Raises as `read_stream`."""
-        return self._stream(self._channel.stream_stream, path, messages, deadline)
+        return self._stream(_WRITES, path, messages, deadline)
 
     def _learn(self, answered: Any) -> int:
         """Returns the version that both sides speak, by the trailers of an answer. Raises VersionError if there is
@@ -188,15 +216,12 @@ class Connection:
         with self._lock:
             self._asking += 1
         try:
-            return self._start(self._unary, path, request, deadline)
+            return self._start(_unary, path, request, deadline)
         finally:
             with self._lock:
                 self._asking -= 1
 
-    def _unary(self, path: str, **serializers: Any) -> Any:
-        return self._channel.unary_unary(path, **serializers).with_call
-
-    def _stream(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
+    def _stream(self, kind: _Kind, path: str, argument: object, deadline: Deadline) -> Any:
         FORKS.enter(deadline)
         try:
             call = self._start(kind, path, argument, deadline)
@@ -207,19 +232,19 @@ class Connection:
             FORKS.leave()
         return call
 
-    def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
+    def _start(self, kind: _Kind, path: str, argument: object, deadline: Deadline) -> Any:
         if not deadline.remaining_s():
             raise Unavailable(Miss(MissReason.DEADLINE, self.address))
-        certificates = self._credentials.certificates
+        if self._closed:
+            raise self._was_closed()
+        server = self._verifier.verified(deadline) if self._verifier is not None else None
         with self._lock:
-            if certificates is not None and certificates.now().number != self._certificates and not self._closed:
-                while len(self._old) >= _OLD_CHANNELS:
-                    self._old.pop(0).close()
-                self._old.append(self._channel)
-                self._channel, self._calls = self._new_channel(), {}
+            channel = self._channel_to(server)
             calls, call = self._calls, self._calls.get(path)
             if call is None:
-                call = self._calls[path] = kind(path, request_serializer=identity, response_deserializer=identity)
+                call = self._calls[path] = kind(channel)(
+                    path, request_serializer=identity, response_deserializer=identity
+                )
         try:
             return call(argument, timeout=deadline.remaining_s(), metadata=self._metadata)
         except grpc.RpcError as error:
@@ -231,7 +256,23 @@ class Connection:
                 raise Cancelled(_CUT_OFF) from None
             if not self._closed:
                 raise
-            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
+            raise self._was_closed() from None
+
+    def _channel_to(self, server: VerifiedServer | None) -> grpc.Channel:
+        """Returns the channel to the server as it was verified, a new one if it is to another. In the lock."""
+        if self._closed:
+            raise self._was_closed()
+        if self._channel is None or server != self._server:
+            while len(self._old) >= _OLD_CHANNELS:
+                self._old.pop(0).close()
+            if self._channel is not None:
+                self._old.append(self._channel)
+            self._server = server
+            self._channel, self._calls = self._new_channel(), {}
+        return self._channel
+
+    def _was_closed(self) -> Unavailable:
+        return Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed"))
 
     def raise_for(self, error: grpc.RpcError) -> NoReturn:
         """Raises the error of our own tree for a gRPC error."""
@@ -259,16 +300,39 @@ class Connection:
             ) from None
         if code is grpc.StatusCode.UNAVAILABLE and (detail or "").startswith(TOO_MANY_CALLS):
             raise RateLimited(Miss(MissReason.FULL, f"{self.address}: {detail}")) from None
-        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {_plain(detail)}")) from None
+        raise self._lost(error, detail or "") from None
+
+    def _lost(self, error: grpc.RpcError, detail: str) -> Unavailable:
+        """Returns the error for a server that does not answer. If it was not the server that said so, it may have
+        another certificate when it is reached again."""
+        miss = Miss(MissReason.SHARD_LOST, f"{self.address}: {_plain(detail)}")
+        if self._verifier is None or self._server is None or error.trailing_metadata():
+            return Unavailable(miss)
+        self._verifier.forget(self._server)
+        return ServerChanged(miss) if _OTHER_CERTIFICATE in detail else Unavailable(miss)
 
     def wait_ready(self, deadline: Deadline) -> None:
         """Raises Unreachable unless a server answers in time."""
         try:
-            grpc.channel_ready_future(self._channel).result(timeout=deadline.remaining_s())
-        except grpc.FutureTimeoutError:
+            channel = self._verified_channel(deadline)
+            grpc.channel_ready_future(channel).result(timeout=deadline.remaining_s())
+        except (grpc.FutureTimeoutError, Unavailable):
             raise Unreachable(
                 f"no server answers at {self.address}: check the address, or start a cluster (`kvcluster up`)"
             ) from None
+
+    def _verified_channel(self, deadline: Deadline) -> grpc.Channel:
+        """Returns the channel, once the server has been verified if it must be. Raises Unavailable at the deadline."""
+        while True:
+            try:
+                server = self._verifier.verified(deadline) if self._verifier is not None else None
+            except Unavailable:
+                if not deadline.remaining_s():
+                    raise
+                threading.Event().wait(min(_PAUSE_S, deadline.remaining_s()))
+                continue
+            with self._lock:
+                return self._channel_to(server)
 
     def cut_off(self) -> None:
         """Ends questions that are under way, by another channel for those that follow: gRPC has no other way to end a
@@ -276,15 +340,22 @@ class Connection:
         with self._lock:
             if self._closed or not self._asking:
                 return
-            before, self._channel = self._channel, self._new_channel()
-            self._calls = {}
+            if self._verifier is not None:
+                self._verifier.end(Cancelled(_CUT_OFF))
+            before = self._channel
+            if before is None:
+                return
+            self._channel, self._calls = self._new_channel(), {}
         before.close()
 
     def close(self) -> None:
         """Ends calls that are under way. May be called from any thread, and again."""
         self._closed = True
+        if self._verifier is not None:
+            self._verifier.end(self._was_closed())
         for channel in (*self._old, self._channel):
-            channel.close()
+            if channel is not None:
+                channel.close()
 
 
 def _is_cancelled(error: grpc.RpcError) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,9 +196,38 @@ def test_a_shard_shows_no_credential_of_the_coordinator_before_to_the_next(
             with pytest.raises((Unavailable, Unreachable)):
                 link.report(report(7), soon())
             assert isinstance(link.report(report(7), soon()), ReportAck)
-            samples = [one for one in following.calls.samples() if isinstance(one, Sample)]
-            refused = [one.labels for one in samples if one.name == _REFUSED and one.value]
-            assert not refused, "so no alert of a stranger fires"
+            assert not refused_by(following), "so no alert of a stranger fires"
+
+
+def refused_by(served: Coordinator) -> list[tuple[str, ...]]:
+    """The reasons for which it has refused calls."""
+    samples = [one for one in served.calls.samples() if isinstance(one, Sample)]
+    return [one.labels for one in samples if one.name == _REFUSED and one.value]
+
+
+def test_a_shard_that_was_stopped_while_its_coordinator_restarted_shows_no_credential_of_before(
+    served: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(coordinator_link, "time", SimpleNamespace(monotonic=lambda: now))
+    announce(monkeypatch, served.server.address)
+    with closing(link_of(7)) as link:
+        link.report(report(7), soon())
+        served.issuer._known.clear()
+        now += 5.0
+        assert isinstance(link.report(report(7), soon()), ReportAck)
+    assert not refused_by(served)
+
+
+def test_a_shard_that_reports_often_keeps_its_credential(served: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, issued = time.monotonic(), []
+    monkeypatch.setattr(coordinator_link, "time", SimpleNamespace(monotonic=lambda: now))
+    announce(monkeypatch, served.server.address)
+    with closing(CoordinatorLink("kvcluster", credentials_of(7), lambda: issued.append(now))) as link:
+        for _ in range(5):
+            link.report(report(7), soon())
+            now += 0.5
+    assert len(issued) == 1
 
 
 def test_a_shard_keeps_its_coordinator_while_the_head_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

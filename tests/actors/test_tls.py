@@ -211,7 +211,7 @@ def test_metrics_and_probes_are_within_tls(world: World) -> None:
         said = b"".join(iter(lambda: wrapped.recv(65_536), b"")).decode()
     expires = next(line for line in said.splitlines() if line.startswith("kvcluster_certificate_expires_seconds "))
     assert 59 * 86_400 < float(expires.split()[1]) - time.time() < 61 * 86_400
-    assert "kvcluster_certificate_stale 0.0" in said
+    assert 'kvcluster_file_stale{file="certificates"} 0.0' in said
     with pytest.raises((URLError, OSError)):
         urlopen(f"http://127.0.0.1:{world.metrics_port}/healthz", timeout=10)
 

@@ -128,7 +128,7 @@ def files_of_the_configuration_are_mounted(release: Release) -> None:
             assert secret_at(pod, each, path) == tls_secret(
                 release, "shard" if options.command == "join" else "coordinator"
             )
-        for path in (server.secret_file, server.token_file):
+        for path in filter(None, (server.secret_file, server.token_file, server.quota_file)):
             assert _file_is_mounted(release, pod, each, path), path
         if options.command == "up" and not options.address:
             for folder in filter(None, (coordinator.state_dir,)):
@@ -139,6 +139,18 @@ def files_of_the_configuration_are_mounted(release: Release) -> None:
             (name,) = [n for n, g in release.config.shard_groups.items() if options.offer[0].startswith(*g.resources)]
             shard = release.config.shard_groups[name].shard
             assert not shard.disk_bytes or _claim_is_mounted(pod, each, shard.disk_dir)
+
+
+def files_of_variables_are_mounted(release: Release) -> None:
+    """Of every container of ours, which may run another program than kvcluster."""
+    for pod in release.pods:
+        for each in ours(pod):
+            env = {variable["name"]: variable.get("value") for variable in each.get("env", [])}
+            for path in filter(None, map(env.get, (CA_FILE, CERT_FILE, KEY_FILE))):
+                assert _folder_is_mounted(each, path) and _file_is_mounted(release, pod, each, path), (
+                    each["name"],
+                    path,
+                )
 
 
 def memory_is_what_the_program_asks_for(release: Release) -> None:
@@ -402,6 +414,7 @@ CHECKS: tuple[Callable[[Release], None], ...] = (
     *(
         certificates_have_the_names_and_roles_that_the_program_asks_for,
         commands_in_containers_connect_as_the_cluster_does,
+        files_of_variables_are_mounted,
     ),
     *(the_connection_is_what_the_connector_reads, objects_have_their_place, notes_name_what_exists),
 )
@@ -480,6 +493,10 @@ def _admitted(policies: list[Object], pod: PodTemplate, port: int) -> list[Objec
             if each.get("protocol", "TCP") == "TCP" and each["port"] <= port <= each.get("endPort", each["port"]):
                 peers += rule.get("from", [{}])
     return peers
+
+
+def _folder_is_mounted(container: Object, path: str) -> bool:
+    return path.rpartition("/")[0] in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
 def _file_is_mounted(release: Release, pod: PodTemplate, container: Object, path: str) -> bool:

@@ -132,6 +132,7 @@ WRONG: list[tuple[str, Callable[[Release], None], Change]] = [
     ("tls", checks.mounts_exist, lambda o: tls_volume(o)["secret"].update(defaultMode=0o444)),
     ("tls", checks.mounts_exist, lambda o: tls_mount(o).update(subPath="tls.crt")),
     ("tls", checks.files_of_the_configuration_are_mounted, lambda o: tls_volume(o)["secret"]["items"].pop()),
+    ("tls", checks.files_of_variables_are_mounted, lambda o: container(o)["volumeMounts"].remove(tls_mount(o))),
     (
         "tls",
         checks.files_of_the_configuration_are_mounted,

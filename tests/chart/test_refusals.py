@@ -107,6 +107,7 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
         ({"fullnameOverride": "a" * 30, "groups": {"b" * 20: {}}, "nameOverride": ""}, None),
         ({"config": {"server": {"host": "10.0.0.1"}}}, "config.server.host is derived by the chart"),
         ({"config": {"server": {"token_file": "/t"}}}, "config.server.token_file .*set auth.secretName"),
+        ({"config": {"server": {"quota_file": "/q"}}}, "config.server.quota_file .*set auth.quotasKey"),
         ({"config": {"name": "x"}}, "config.name is derived by the chart: set fullnameOverride"),
         ({"config": {"groups": {}}}, "config.groups is derived by the chart: set groups"),
         ({"config": {"shard": {"disk_dir": "/d"}}}, "config.shard.disk_dir is derived"),

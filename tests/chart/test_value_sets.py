@@ -18,6 +18,7 @@ from tests.chart.checks import (
     certificates_have_the_names_and_roles_that_the_program_asks_for,
     commands_in_containers_connect_as_the_cluster_does,
     files_of_the_configuration_are_mounted,
+    files_of_variables_are_mounted,
     memory_is_what_the_program_asks_for,
     mounts_exist,
     pods_have_time_to_stop,
@@ -147,6 +148,9 @@ SETS: dict[str, Values] = {
     "a Redis that is there": {"redis": {"address": "redis.example:6379"}},
     "a Redis that is there, with a Secret of its own": {"redis": {"address": "redis.example:6379", "secretName": "r"}},
     "a password of our own": {"redis": {"secretName": "cache-redis", "secretKey": "password"}},
+    "quotas": {"auth": {"quotasKey": "quotas.toml"}},
+    "quotas, with a sidecar": {"mode": "sidecar", "auth": {"quotasKey": "quotas"}},
+    "quotas, in a RayCluster": {**values_of("join"), "auth": {"quotasKey": "quotas"}},
     "two groups, several shards in a pod": {"groups": {"a": {"perPod": 2}, "b": {"replicas": 1}}},
     "encrypted by cert-manager": CERT_MANAGER,
     "encrypted by cert-manager, by an issuer of all namespaces": {
@@ -227,6 +231,7 @@ def test_these_values_render_what_kubernetes_takes(name: str) -> None:
         check(release)
     certificates_have_the_names_and_roles_that_the_program_asks_for(release)
     commands_in_containers_connect_as_the_cluster_does(release)
+    files_of_variables_are_mounted(release)
     if release.mode != "join":
         memory_is_what_the_program_asks_for(release)
 
@@ -262,6 +267,16 @@ def test_openshift_chooses_the_user_and_the_group(name: str) -> None:
         for context in contexts:
             assert not context.keys() & {"runAsUser", "runAsGroup", "fsGroup"}
             assert context["runAsNonRoot"] is True
+
+
+def test_a_quota_file_is_a_key_of_the_secret_wherever_a_process_reads_it() -> None:
+    for name in ("quotas", "quotas, with a sidecar", "quotas, in a RayCluster"):
+        release = rendered(SETS[name])
+        assert release.config.server.quota_file == "/etc/kvcluster/auth/quotas"
+    joined = of(release, "ConfigMap", "-raycluster")["data"]["pod-template.yaml"]
+    (volume,) = yaml.safe_load(joined)["spec"]["volumes"]
+    assert {"key": "quotas", "path": "quotas"} in volume["secret"]["items"]
+    assert not rendered({}).config.server.quota_file
 
 
 def test_a_sidecars_patch_leaves_the_engine_its_time_and_its_group() -> None:

@@ -34,8 +34,8 @@ WANTED |= {"KVClusterMemoryFull", "KVClusterDrainLate"}
 
 BY_PROCESS = {"KVClusterProcessDown", "KVClusterVersionRefused", "KVClusterCredentialRefused", "KVClusterCorruptPages"}
 BY_PROCESS |= {"KVClusterDrainStuck", "KVClusterDegraded"}
-BY_PROCESS_OR_SUM = BY_PROCESS | {"KVClusterMemoryFull", "KVClusterTokensStale", "KVClusterNoCoordinator"}
-BY_PROCESS_OR_SUM |= {"KVClusterCertificateEnds", "KVClusterCertificateStale"}
+BY_PROCESS_OR_SUM = BY_PROCESS | {"KVClusterMemoryFull", "KVClusterFileStale", "KVClusterNoCoordinator"}
+BY_PROCESS_OR_SUM |= {"KVClusterCertificateEnds"}
 """Alerts of single processes, and those that add them up: in their cases a pod has two shards."""
 
 RULE = {rule["alert"]: rule for rule in rules()}

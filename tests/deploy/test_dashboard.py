@@ -33,10 +33,8 @@ ABSENT |= {"kvcluster_tickets", "kvcluster_coordinator_epoch_seconds", "kvcluste
 ABSENT |= {"kvcluster_tier_pages", "kvcluster_leases", "kvcluster_waiting", "kvcluster_calls_under_way"}
 ABSENT |= {
     "kvcluster_start_retries_total",
-    "kvcluster_token_file_stale",
-    "kvcluster_quota_file_stale",
+    "kvcluster_file_stale",
     "kvcluster_tenant_bytes",
-    "kvcluster_certificate_stale",
     "kvcluster_uptime_seconds",
     "kvcluster_worker_paths",
 }

@@ -201,7 +201,7 @@ def a_release_calls_that_is_too_old(world: MeteredCluster) -> Iterator[None]:
     yield
 
 
-@cause("token_file_stale", fires="TokensStale")
+@cause('file_stale{file="tokens"}', fires="FileStale")
 def the_token_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
     path = world.cluster.folder / "tokens"
     kept = path.read_text(encoding="utf-8")
@@ -210,7 +210,7 @@ def the_token_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
     path.write_text(kept, encoding="utf-8")
 
 
-@cause("quota_file_stale")
+@cause('file_stale{file="quotas"}', fires="FileStale")
 def the_quota_file_is_spoilt(world: MeteredCluster) -> Iterator[None]:
     path = world.cluster.folder / "quotas"
     kept = path.read_text(encoding="utf-8")
@@ -226,7 +226,7 @@ def a_certificate_is_replaced_by_one_that_ends_soon(world: MeteredCluster) -> It
     world.cluster.renew(days=90)
 
 
-@cause("certificate_stale", fires="CertificateStale")
+@cause('file_stale{file="certificates"}', fires="FileStale")
 def a_certificate_is_copied_without_its_key(world: MeteredCluster) -> Iterator[None]:
     key = world.cluster.folder / "tls.key"
     kept = key.read_bytes()

@@ -165,7 +165,10 @@ class HeldWorker:
         """Calls both as a release does that is too old: over gRPC without a version, over TCP with one too low."""
         certificates = _shows(self._address, "").certificates
         assert certificates is not None, "several hosts speak TLS"
-        with grpc.secure_channel(self._address, certificates.channel()) as channel, suppress(grpc.RpcError):
+        with (
+            grpc.secure_channel(self._address, grpc.ssl_channel_credentials(certificates.now().ca)) as channel,
+            suppress(grpc.RpcError),
+        ):
             call = channel.unary_unary(COORDINATOR["Attach"].path, identity, identity)
             call(b"", metadata=(("authorization", f"Bearer {self._token}"),), timeout=10)
         return self._says(shard, OLDEST_VERSION - 1, self._token)

@@ -17,6 +17,7 @@ from kvcluster.core.messages import Drain, GetStatus, Purge, Request, SetPolicy
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.audit_log import AuditLog, audited, set_up_audit
 from kvcluster.runtime.coordinator_host import CoordinatorHost
+from tests.waiting import eventually
 
 OPS, RED = Tenant("-"), Tenant("red")
 
@@ -81,6 +82,32 @@ def test_a_text_is_cut_and_a_large_file_gives_way_to_another(path: Path, monkeyp
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"log\.audit_file .* cannot be written: No such file"):
         AuditLog(str(tmp_path / "none" / "audit"))
+
+
+class FullOnce:
+    """A file on a disk that has room for ten bytes of the first write, and for all that follow."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._full = file, True
+        self.fileno, self.close = file.fileno, file.close
+
+    def write(self, line: bytes) -> int:
+        line, self._full = (line[:10] if self._full else line), False
+        return int(self._file.write(line))
+
+
+def test_a_line_that_was_cut_short_spoils_none_that_follow(tmp_path: Path) -> None:
+    path = tmp_path / "audit"
+    log = AuditLog(str(path))
+    log._file = FullOnce(log._file)
+    log.add({"call": "Drain"}, OPS, operator=True)
+    eventually(lambda: log._left_out == 1)
+    for call in ("Purge", "Probe"):
+        log.add({"call": call}, OPS, operator=True)
+    log.close()
+    cut, *whole = path.read_text(encoding="utf-8").splitlines()
+    assert len(cut) == 10
+    assert [json.loads(line) for line in whole] == [{"call": "Purge", "left_out": 1}, {"call": "Probe"}]
 
 
 def test_a_call_does_not_wait_for_a_file_that_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ OF_TENANTS = (
 )
 """Shown only to who asks for them, metrics.tenants."""
 
-OF_CERTIFICATES = {"kvcluster_certificate_expires_seconds", "kvcluster_certificate_stale"}
+OF_CERTIFICATES = {"kvcluster_certificate_expires_seconds"}
 """Shown by processes that speak TLS."""
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"

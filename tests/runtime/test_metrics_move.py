@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -24,6 +25,7 @@ from prometheus_client import CollectorRegistry
 
 import kvcluster
 from kvcluster.client.metrics import WorkerCollector
+from kvcluster.config import MetricsConfig
 from kvcluster.core.ids import Caller, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -49,9 +51,16 @@ from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.memory import codec
 from kvcluster.runtime.auth import Authenticator, TokenFile, digest, token_line
 from kvcluster.runtime.coordinator_host import figures_of
-from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
+from kvcluster.runtime.metric_samples import (
+    CallMetrics,
+    Histogram,
+    OperatorFile,
+    Sample,
+    coordinator_samples,
+    shard_samples,
+)
 from kvcluster.runtime.metrics import METRICS
-from kvcluster.runtime.metrics_server import ProcessSamples
+from kvcluster.runtime.metrics_server import ProcessSamples, serve_metrics
 from kvcluster.runtime.quota_file import QuotaFile
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -80,6 +89,7 @@ from tests.core.lone_shard import LoneShard
 from tests.core.pulling import drain, others, want
 from tests.core.samples import OURS, PAGE, SECOND, SPEC, attempt, gone, ours, pages
 from tests.core.sequences import PAGES, PRIVATE_SPEC, Q, Syncing, private_page
+from tests.ports import free_port
 from tests.records import copied
 from tests.runtime import hosts
 from tests.transport.peers import OTHER_VERSION, StreamPeer, authenticator
@@ -467,7 +477,13 @@ def test_connections_of_strangers_and_of_other_releases() -> Series:
 # --------------------------------------------------------------------------------------------- every process
 
 
-@causes("token_file_stale")
+def only_stale(seen: Series, file: str) -> Series:
+    """What was moved, which must be the one series of that file, by one."""
+    assert seen == {("kvcluster_file_stale", file): 1.0}
+    return seen
+
+
+@causes("file_stale")
 def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
     path, calls = tmp_path / "tokens", CallMetrics(())
     path.write_text(token_line("mine", "me"), encoding="utf-8")
@@ -476,23 +492,23 @@ def test_a_token_file_that_cannot_be_used(tmp_path: Path) -> None:
     with closing(server):
         before = by_series(calls.samples())
         path.write_text("no line of a token file\n", encoding="utf-8")
-        return moved(before, by_series(calls.samples()))
+        return only_stale(moved(before, by_series(calls.samples())), "tokens")
 
 
-@causes("quota_file_stale")
+@causes("file_stale")
 def test_a_quota_file_that_cannot_be_used(tmp_path: Path) -> None:
     path, calls = tmp_path / "quotas", CallMetrics(())
     path.write_text("", encoding="utf-8")
     path.chmod(0o600)
     file = QuotaFile(str(path), clock=lambda: float("inf"))  # it looks each time
-    calls.watch_quotas(file.trouble)
+    calls.watch_file(OperatorFile.QUOTAS, file.trouble)
     before = by_series(calls.samples())
     path.write_text("ram = 3\n", encoding="utf-8")
-    return moved(before, by_series(calls.samples()))
+    return only_stale(moved(before, by_series(calls.samples())), "quotas")
 
 
-@causes("certificate_expires_seconds", "certificate_stale")
-def test_a_certificate_that_is_replaced_and_one_that_cannot_be_used(tmp_path: Path) -> None:
+@causes("certificate_expires_seconds")
+def test_a_certificate_that_is_replaced(tmp_path: Path) -> Series:
     authority = Authority(tmp_path)
     files = authority.issue("me", "shard", days=20).files
     process = ProcessSamples(Certificates(files, clock=lambda: float("inf")))  # it looks each time
@@ -500,9 +516,21 @@ def test_a_certificate_that_is_replaced_and_one_that_cannot_be_used(tmp_path: Pa
     authority.issue("me", "shard", days=5)
     sooner = by_series(process())
     assert sooner["kvcluster_certificate_expires_seconds",] < before["kvcluster_certificate_expires_seconds",]
-    assert sooner["kvcluster_certificate_stale",] == 0
-    Path(files.key).write_text("no key\n", encoding="utf-8")
-    return moved(before, by_series(process()))
+    return moved(before, sooner)
+
+
+@causes("file_stale")
+def test_a_certificate_that_cannot_be_used(tmp_path: Path) -> Series:
+    issued, calls = Authority(tmp_path).issue("me", "shard"), CallMetrics(())
+    certificates = Certificates(issued.files, clock=lambda: float("inf"))  # it looks each time
+    port = free_port()
+    host = Mock(samples=list, why_not_alive=str, why_not_ready=str)
+    server = serve_metrics(MetricsConfig(port=port), range(port, port + 1), host, calls, certificates)
+    assert server is not None
+    with closing(server):
+        before = by_series(calls.samples())
+        Path(issued.files.key).write_text("no key\n", encoding="utf-8")
+        return only_stale(moved(before, by_series(calls.samples())), "certificates")
 
 
 @causes("call_seconds", "refused_calls_total", "calls_under_way", "start_retries_total")

@@ -12,6 +12,7 @@
 {{- $server := default dict $config.server -}}
 {{- $server = merge $server (dict "report_port" 7071) -}}
 {{- $server = mergeOverwrite $server (dict "host" "0.0.0.0" "advertise" (include "kvcluster.headHost" .) "secret_file" "/etc/kvcluster/auth/secret" "token_file" "/etc/kvcluster/auth/tokens") -}}
+{{- if .Values.auth.quotasKey }}{{ $server = merge $server (dict "quota_file" "/etc/kvcluster/auth/quotas") }}{{ end -}}
 {{- if eq .Values.mode "node-local" }}{{ $server = merge $server (dict "socket_dir" (include "kvcluster.socketDir" .)) }}{{ end -}}
 {{- if .Values.auth.severalTenants -}}
 {{- if has "shm" (default list $server.transports) -}}
@@ -65,6 +66,7 @@ server.host: "pods listen on all of their addresses"
 server.advertise: "it is the name of the head's Service"
 server.secret_file: "set auth.secretName"
 server.token_file: "set auth.secretName"
+server.quota_file: "set auth.quotasKey"
 server.insecure: "tokens are asked for"
 server.socket_dir: "set mode node-local"
 security.encryption: "set security.encryption"

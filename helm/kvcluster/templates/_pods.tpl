@@ -75,13 +75,22 @@ schedulerName: {{ . }}
 {{- toYaml (mergeOverwrite (deepCopy .own) (default dict .given)) -}}
 {{- end -}}
 
-{{- define "kvcluster.env" -}}
+{{- define "kvcluster.podEnv" -}}
 - name: POD_IP
   valueFrom:
     fieldRef:
       fieldPath: status.podIP
 - name: HOME
   value: /tmp
+{{- end -}}
+
+{{- define "kvcluster.env" -}}
+{{ include "kvcluster.podEnv" . }}
+{{ include "kvcluster.connectionEnv" . }}
+{{- end -}}
+
+{{- /* Of containers that have the certificate mounted, which this names. */ -}}
+{{- define "kvcluster.connectionEnv" -}}
 # For commands in the container, such as `kubectl exec POD -- kvcluster status`.
 - name: KVCLUSTER_ENCRYPTION
   value: {{ .Values.security.encryption }}
@@ -131,10 +140,7 @@ schedulerName: {{ . }}
     secretName: {{ include "kvcluster.authSecret" . }}
     defaultMode: 0440
     items:
-      - key: {{ .Values.auth.secretKey }}
-        path: secret
-      - key: {{ .Values.auth.tokensKey }}
-        path: tokens
+      {{- include "kvcluster.authItems" . | nindent 6 }}
 - name: tmp
   emptyDir:
     sizeLimit: {{ .Values.tmpSize }}
@@ -143,6 +149,18 @@ schedulerName: {{ . }}
     medium: Memory
     sizeLimit: 256Mi
 {{- end -}}
+{{- end -}}
+
+{{- /* The files of the Secret of `auth`. */ -}}
+{{- define "kvcluster.authItems" -}}
+- key: {{ .Values.auth.secretKey }}
+  path: secret
+- key: {{ .Values.auth.tokensKey }}
+  path: tokens
+{{- with .Values.auth.quotasKey }}
+- key: {{ . }}
+  path: quotas
+{{- end }}
 {{- end -}}
 
 {{- /* An HTTP probe, with tls an HTTPS one, of which the kubelet verifies no certificate. Of (root, path, port, period,

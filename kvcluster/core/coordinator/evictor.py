@@ -15,7 +15,7 @@ have beyond the limits of their quotas (tenant_limits.py) is the first that an o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import islice, product
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
@@ -49,8 +49,7 @@ class Evictor:
         def keeps(record: BlockRecord) -> bool:
             return self._leads_on(record, (member.slot, tier)) or self.claimed(record)
 
-        beyond = self.victims_beyond_limits(member, tier, now, keeps)
-        beyond = beyond or self.victims_beyond_limits(member, tier, now, self.claimed)
+        beyond = self.victims_beyond_limits(member, tier, now, keeps, self.claimed)
         victims = beyond + self._victims_beside(beyond, member, tier, pressure_bytes, pressing, now, keeps)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
@@ -83,19 +82,18 @@ class Evictor:
         return victims
 
     def victims_beyond_limits(
-        self, member: Member, tier: Tier, now: int, keeps: Callable[[BlockRecord], bool]
+        self, member: Member, tier: Tier, now: int, *keeps: Callable[[BlockRecord], bool]
     ) -> list[BlockRecord]:
         """As `victims`, of what tenants have there beyond the limits of their quotas, whatever is free. Of their
         replicas, which are charged to no tenant, it takes some only if no other block can be taken, since a block that
-        they follow stays as long as they do."""
+        they follow stays as long as they do. If the first of `keeps` leaves nothing to take, the next one holds."""
         excess = self._state.limits.excess(member, tier)
         if not excess:
             return []
         budget, wanted, most = TenantExcess(excess), sum(excess.values()), limits.EVICTIONS_PER_ORDER
-        victims = self._take(member, tier, wanted, most, now, keeps, budget)
-        if not victims:
-            budget.charged_only = False
-            victims = self._take(member, tier, wanted, most, now, keeps, budget)
+        victims: list[BlockRecord] = []
+        for kept, budget.charged_only in product(keeps, (True, False)):
+            victims = victims or self._take(member, tier, wanted, most, now, kept, budget)
         for tenant, nbytes in excess.items():
             self._state.limits.ordered(tenant, tier, nbytes - budget.left[tenant])
         return victims
