@@ -106,8 +106,7 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
     ) -> None:
         """`token`: the credential by which tickets are sealed; the same that `port` and transports use. `reads`: as in
         `connect`. `address`: that of the cluster, to be shown."""
-        self._config = client_config(config)
-        owner = check_connect(spec, token, reads)
+        self._config, owner = client_config(config), check_connect(spec, token, reads)
         self._process, self.spec, self.parts = OwnProcess(), spec, parts_of(spec, part)
         self._control = CoordinatorClient(port, owner)
         lock = threading.RLock()  # guards the decisions of plans and health: never held during I/O or copies

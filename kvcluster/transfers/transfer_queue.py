@@ -182,13 +182,11 @@ class TransferQueue:
         *,
         start: int = 0,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms). Raises
-        CallerError for a client that only reads."""
+        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
         self._control.check_may_store()
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
-        attempt = self._next_attempt()
+        attempt, progress = self._next_attempt(), StoreProgress()
         terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start, self._host)
-        progress = StoreProgress()
         plan = StorePlan(
             *(terms, progress, self._health),
             streams=self._shards.streams,

@@ -13,7 +13,7 @@ from kvcluster.client.client import Client
 from kvcluster.core.ids import BlockHash, Caller, Tenant
 from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup, Question
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup, PrefixQuestion
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.tickets import Ticket
@@ -44,8 +44,8 @@ class Bench:
         stack.callback(self.lookups.close)
         self.now = 1_000_000 * MS
 
-    def ask(self) -> Question:
-        return Question(self.client, self.hashes, "")
+    def ask(self) -> PrefixQuestion:
+        return PrefixQuestion(self.client, self.hashes, "")
 
     def begin(self, ask: Ask | None = None) -> PendingLookup:
         begun = self.lookups.begin(ask or self.ask, self.now)
@@ -122,7 +122,7 @@ def test_what_it_prepares_is_for_all_ranks(bench: Bench) -> None:
 def test_to_find_nothing_is_an_answer(bench: Bench) -> None:
     others = bench.client.hashes(prompt(3, seed=9))
     for _ in range(3):
-        lookup = bench.begin(lambda: Question(bench.client, others, ""))
+        lookup = bench.begin(lambda: PrefixQuestion(bench.client, others, ""))
         assert bench.granted(lookup).blocks == 0
         miss = bench.heard(lookup).miss
         assert miss is not None and miss.reason is MissReason.NEVER_SEEN
@@ -202,7 +202,7 @@ def test_prompts_that_were_lost_with_their_shard_leave_the_lookups_of_others_alo
         cluster.stop_shard(lost_shard)
 
         def found(chain: list[BlockHash]) -> tuple[int, MissReason | None]:
-            lookup = bench.begin(lambda: Question(bench.client, chain, ""))
+            lookup = bench.begin(lambda: PrefixQuestion(bench.client, chain, ""))
             answer = bench.heard(lookup)
             blocks, miss = answer.ticket.blocks if answer.ticket else -1, answer.miss
             lookup.leave()
@@ -344,7 +344,7 @@ def test_the_longer_of_two_prefixes_is_granted_and_nothing_else_is_held(bench: B
         bench.client.flush()
     other = also(bench, theirs)
     with other[0]:
-        lookup = bench.begin(lambda: Question(bench.client, bench.hashes, "", also=other))
+        lookup = bench.begin(lambda: PrefixQuestion(bench.client, bench.hashes, "", also=other))
         answer = bench.heard(lookup)
         assert answer.ticket is not None and answer.ticket.blocks == max(own, theirs)
         assert (answer.of_another, answer.own_blocks) == (theirs > own, own)
@@ -360,6 +360,6 @@ def test_what_goes_wrong_there_leaves_its_own(bench: Bench) -> None:
 
     with also(bench, 0)[0] as reader:
         longer = bench.client.hashes(TOKENS + prompt(1, seed=7))
-        lookup = bench.begin(lambda: Question(bench.client, longer, "", also=(reader, revoked)))
+        lookup = bench.begin(lambda: PrefixQuestion(bench.client, longer, "", also=(reader, revoked)))
         assert bench.granted(lookup).blocks == 4
         lookup.leave()

@@ -24,7 +24,7 @@ _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class PrefixQuestion:
     """A lookup of `hashes` under an adapter. `awaited`: the number of blocks that the request waits for (prepare_load).
     `also`: a client of the tenant that the engine also reads, and a function that makes the hashes there; None if there
     is none."""
@@ -36,7 +36,7 @@ class Question:
     also: tuple[Client, Callable[[], Sequence[BlockHash]]] | None = None
 
 
-Ask = Callable[[], Question]
+Ask = Callable[[], PrefixQuestion]
 """Called on the lookup's thread."""
 
 
@@ -112,13 +112,13 @@ class AsyncLookups:
         return LookupAnswer(miss=ticket.miss)
 
 
-def _prepare(client: Client, hashes: Sequence[BlockHash], asked: Question, deadline_ms: float) -> Ticket:
+def _prepare(client: Client, hashes: Sequence[BlockHash], asked: PrefixQuestion, deadline_ms: float) -> Ticket:
     return client.prepare_load(
         hashes, whole=True, adapter=asked.adapter, awaited=asked.awaited, deadline_ms=deadline_ms
     )
 
 
-def _longer(asked: Question, ticket: Ticket, deadline_ms: float) -> LookupAnswer:
+def _longer(asked: PrefixQuestion, ticket: Ticket, deadline_ms: float) -> LookupAnswer:
     """Returns the answer by this ticket of the engine's own tenant, or by one of the tenant that it also reads if that
     has more blocks. What goes wrong there leaves the first."""
     own = LookupAnswer(asked.hashes, ticket, ticket.miss, ticket.blocks)

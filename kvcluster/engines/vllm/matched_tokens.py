@@ -16,7 +16,7 @@ import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, Question
+from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, PrefixQuestion
 from kvcluster.engines.vllm.request_state import RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import PrefillRate
@@ -111,8 +111,8 @@ class PrefixMatcher:
         grow = request.grower(blocks, deadline_ms)
         also = None if reader is None else (reader, request.grower(blocks, deadline_ms, of=reader))
 
-        def ask() -> Question:
-            return Question(request.client, grow(), request.adapter, awaited, also)
+        def ask() -> PrefixQuestion:
+            return PrefixQuestion(request.client, grow(), request.adapter, awaited, also)
 
         return ask
 
