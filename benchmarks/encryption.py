@@ -3,14 +3,18 @@
 Both have one shard on this machine and differ in `security.encryption` alone. The certificates are made for the run.
 Loads and stores are whole calls of one client in this process, of blocks of an 8B model in one tensor; a store follows
 a purge of what was stored before. Each round has both clusters do the same, in a random order, with cold CPU caches.
+Lookups of many clients come from processes of their own, which ask as fast as they are answered.
 """
 
 from __future__ import annotations
 
 import itertools
+import ssl
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +24,7 @@ import torch
 import kvcluster
 from benchmarks.rounds import interleaved, latency_ms, medians, paired
 from benchmarks.specs import llama_8b, page_shape
+from kvcluster.child_python import spawn_context, spawning
 from kvcluster.cli import certificates
 from kvcluster.cli.figures import table
 from kvcluster.config import TLS, ClientConfig
@@ -31,6 +36,9 @@ from kvcluster.wire.methods import COORDINATOR
 PLAIN = "plain"
 _SETTINGS = (PLAIN, TLS)
 _MARGIN_BYTES = 256 * 2**20
+_CLIENTS = 8
+_ASKING_S = 2.0
+"""How long they ask in each round."""
 
 
 class _Side:
@@ -52,6 +60,7 @@ class _Side:
         ours = ClientConfig(ca_file=files.get("ca_file", ""))
         self.connection = Connection(running.address, client_credentials(running.address, None, ours))
         house.callback(self.connection.close)
+        self._address, self._config = running.address, ours
         self._numbers = itertools.count()
         self.memory = torch.randn(blocks, *page_shape(spec)).to(torch.bfloat16)
         self.into = torch.zeros_like(self.memory)
@@ -78,6 +87,49 @@ class _Side:
     def lookup(self) -> None:
         """Looks the first prompt up."""
         assert self.client.lookup(self.kept).tokens == self._tokens
+
+    def askers(self, house: ExitStack) -> list[Pipe]:
+        """Starts clients of the cluster, each in a process of its own. Returns pipes to them, for _asks."""
+        processes, pipes = spawn_context(), []
+        for _ in range(_CLIENTS):
+            ours, its = processes.Pipe()
+            given = self._address, self.client.spec, self._config, self.kept, its
+            process = processes.Process(target=_asks, args=given, daemon=True)
+            with spawning():
+                process.start()
+            house.callback(process.join)
+            house.callback(ours.send, 0.0)
+            pipes.append(ours)
+        return pipes
+
+
+def _asks(address: str, spec: kvcluster.KVSpec, config: ClientConfig, tokens: list[int], pipe: Pipe) -> None:
+    """Looks a prompt up again and again for as many seconds as it is told, and tells how often; until that is 0."""
+    with kvcluster.connect(address, spec, config=config) as client:
+        client.lookup(tokens)
+        while seconds := pipe.recv():
+            until, asked = time.monotonic() + seconds, 0
+            while time.monotonic() < until:
+                assert client.lookup(tokens).blocks
+                asked += 1
+            pipe.send(asked)
+
+
+def _rates(sides: Mapping[str, _Side], rounds: int) -> dict[str, Any]:
+    """Returns how many lookups a second both clusters answer to many clients at once, and the median of the ratios."""
+    with ExitStack() as house:
+        pipes = {name: side.askers(house) for name, side in sides.items()}
+
+        def rate(name: str, seconds: float) -> float:
+            for pipe in pipes[name]:
+                pipe.send(seconds)
+            return sum(pipe.recv() for pipe in pipes[name]) / seconds
+
+        for name in sides:
+            rate(name, 0.1)
+        found = [{name: rate(name, _ASKING_S) for name in sides} for _ in range(rounds)]
+    of = {f"{name}_per_s": medians({0: [one[name] for one in found]})[0] for name in sides}
+    return {"clients": _CLIENTS, **of, "ratio": medians({0: [one[TLS] / one[PLAIN] for one in found]})[0]}
 
 
 def _files(folder: Path) -> dict[str, str]:
@@ -131,14 +183,22 @@ def measure(rounds: int, blocks: int, calls: int) -> dict[str, Any]:
                 **{f"{name}_{of}": figures[name][of] for name in _SETTINGS for of in ("p50_ms", "p99_ms")},
                 "ratio": figures[TLS]["p50_ms"] / figures[PLAIN]["p50_ms"],
             }
+        rates = _rates(sides, max(3, rounds // 2))
         for side in sides.values():
             assert torch.equal(side.memory, side.into), "what was loaded is what was stored"
-    return {"rounds": rounds, "mib": nbytes / 2**20, "blocks": blocks, "calls": calls, "moved": moved, "asked": asked}
+    setting = {
+        "rounds": rounds,
+        "mib": nbytes / 2**20,
+        "blocks": blocks,
+        "calls": calls,
+        "openssl": ssl.OPENSSL_VERSION,
+    }
+    return {**setting, "moved": moved, "asked": asked, "rates": rates}
 
 
 def lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields the figures as lines of text."""
-    yield f"whole calls of {figures['mib']:.0f} MiB over tcp, medians of {figures['rounds']} rounds"
+    yield f"whole calls of {figures['mib']:.0f} MiB over tcp, medians of {figures['rounds']} rounds; {figures['openssl']}"
     columns = {
         "call": "{call}",
         "plain GB/s": "{plain_gb_per_s:.2f}",
@@ -156,3 +216,8 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         "TLS p99": "{tls_p99_ms:.3f}",
     }
     yield from table([{"call": what, **row} for what, row in figures["asked"].items()], columns)
+    rates = figures["rates"]
+    yield (
+        f"\nlookups of {rates['clients']} clients at once: {rates['plain_per_s']:,.0f} a second in the clear, "
+        f"{rates['tls_per_s']:,.0f} within TLS: {rates['ratio']:.2f}"
+    )
