@@ -81,6 +81,10 @@ log = logging.getLogger(__name__)
 HELLO_S = 5.0
 """Time for the handshake. The connecting side sends first."""
 
+_LATE_S = 1.0
+"""How long after HELLO_S a connection is ended by another thread than its own, which says why if it can. Within TLS it
+cannot while key updates arrive faster than OpenSSL reads them: one call reads all of them."""
+
 _NEXT_S = 3_600.0
 """How long an unused connection is kept; a lease ends long before."""
 
@@ -183,7 +187,8 @@ class Listener:
         self._serve = serve
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
-        self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
+        # Those of _links whose credential has not arrived, oldest first, and when they are late.
+        self._unknown: dict[FramedSocket, Deadline] = {}
         self._closing = 0  # connections that have ended and are being closed, which may take as long as a peer wants
         self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
         self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
@@ -218,8 +223,11 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
+            self._listening.settimeout(_LATE_S if self._end_late() else None)
             try:
                 connected, address = self._listening.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if self._closed:
                     return
@@ -229,6 +237,16 @@ class Listener:
                     return
                 continue
             self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}", version=None))
+
+    def _end_late(self) -> bool:
+        """Ends the connections whose credential is late. Returns whether there are others that may become late."""
+        with self._lock:
+            for link, late in list(self._unknown.items()):
+                if late.remaining_s():
+                    return True
+                del self._unknown[link]
+                link.shutdown()
+        return False
 
     def _pause(self) -> bool:
         """Waits before the next attempt. Returns False if the listener is being closed."""
@@ -250,7 +268,7 @@ class Listener:
                     log.warning("%s ended a connection: %s", self._name, error)
                 else:  # in the lock, for which the thread waits before it removes them
                     self._links[link] = thread
-                    self._unknown[link] = None
+                    self._unknown[link] = Deadline.after_ms((HELLO_S + _LATE_S) * 1e3)
                     return
         link.close()
 

@@ -21,6 +21,39 @@ HOST = "127.0.0.1"
 BOUND_S = 20.0
 
 
+@contextmanager
+def listening(tls: ListenTls | None) -> Iterator[tuple[Listener, int]]:
+    """A listener that serves nothing, and its port."""
+    bound = bound_socket(HOST, 0, "server.port")
+    port = int(bound.getsockname()[1])
+    served = Listener(bound, lambda _: Tenant("one"), lambda *_: None, name="test", tls=tls)
+    served.start()
+    try:
+        yield served, port
+    finally:
+        served.close()
+
+
+def test_key_updates_hold_no_thread_beyond_the_time_for_a_credential(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "HELLO_S", 0.1)
+    monkeypatch.setattr(listener, "_LATE_S", 0.1)
+    certificates = Authority(tmp_path).issue("s", "shard").certificates()
+    tls = ListenTls(certificates, client_certificates=False, tenant_by_certificate=lambda _: Tenant("one"))
+    with listening(tls) as (served, port), key_updates(HOST, port) as ended:
+        eventually(ended.is_set, 20.0)
+        eventually(lambda: not served._links)
+
+
+def test_a_connection_that_sends_nothing_ends_whether_or_not_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "HELLO_S", 0.1)
+    with listening(None) as (served, port), socket.create_connection((HOST, port)) as silent:
+        eventually(lambda: not served._links and not served._unknown)
+        silent.settimeout(20.0)
+        assert silent.recv(1_000), "its own thread says why"
+
+
 def test_a_free_port_is_none_that_an_outgoing_connection_may_get() -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(50):
