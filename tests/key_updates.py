@@ -23,8 +23,8 @@ _READ = 1 << 16
 
 
 def _library(name: str) -> ctypes.CDLL:
-    """Returns the library of that name that this process has loaded. Skips the test if Python's OpenSSL is within it."""
-    assert ssl.OPENSSL_VERSION
+    """Returns the library of that name that Python's `ssl` has loaded. Skips the test if that is a part of it."""
+    assert ssl.OPENSSL_VERSION  # it is loaded
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         if f"/{name}.so" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[5])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcluster.core.ids import Tenant
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.transport import framed_socket, listener
 from kvcluster.transport.certificates import SHARD, Certificates, accepting
@@ -19,6 +20,11 @@ from tests.authority import Authority
 
 HOST = "127.0.0.1"
 BOUND_S = 20.0
+
+
+def listening_tls(folder: Path) -> ListenTls:
+    certificates = Authority(folder).issue("s", "shard").certificates()
+    return ListenTls(certificates, client_certificates=False, tenant_by_certificate=lambda _: Tenant("one"))
 
 
 @contextmanager
@@ -39,11 +45,25 @@ def test_key_updates_hold_no_thread_beyond_the_time_for_a_credential(
 ) -> None:
     monkeypatch.setattr(listener, "HELLO_S", 0.1)
     monkeypatch.setattr(listener, "_LATE_S", 0.1)
-    certificates = Authority(tmp_path).issue("s", "shard").certificates()
-    tls = ListenTls(certificates, client_certificates=False, tenant_by_certificate=lambda _: Tenant("one"))
-    with listening(tls) as (served, port), key_updates(HOST, port) as ended:
+    with listening(listening_tls(tmp_path)) as (served, port), key_updates(HOST, port) as ended:
         eventually(ended.is_set, 20.0)
         eventually(lambda: not served._links)
+
+
+def test_a_connection_is_ended_whose_thread_looks_at_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def to_the_end(connected: socket.socket, *_: object) -> None:
+        connected.setblocking(True)
+        while socket.socket.recv(connected, 1_000):
+            pass
+        raise Unavailable(Miss(MissReason.SHARD_LOST, "it has ended"))
+
+    monkeypatch.setattr(listener, "HELLO_S", 0.1)
+    monkeypatch.setattr(framed_socket, "handshake", to_the_end)
+    with listening(listening_tls(tmp_path)) as (served, port), socket.create_connection((HOST, port)):
+        eventually(lambda: served._links)
+        eventually(lambda: not served._links, 20.0)
 
 
 def test_a_connection_that_sends_nothing_ends_whether_or_not_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
