@@ -342,8 +342,9 @@ def certificate_of(connected: ssl.SSLSocket | ssl.SSLObject) -> CertificateNames
 
 
 def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
-    """Carries out the handshake, and leaves the socket non-blocking. Raises Unavailable, CredentialError if the other
-    side's certificate is not accepted, or ProtocolError if it speaks no TLS."""
+    """Carries out the handshake, and leaves the socket non-blocking. Raises Unavailable if the other side does not
+    answer or has closed the connection, CredentialError if its certificate is not accepted, or ProtocolError if it
+    speaks no TLS."""
     connected.setblocking(False)
     poll = select.poll()
     poll.register(connected, 0)
@@ -357,6 +358,10 @@ def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
             poll.modify(connected, select.POLLOUT)
         except ssl.SSLCertVerificationError as error:
             raise CredentialError(f"the certificate of {peer} is refused: {_verify_reason(error)}") from None
+        except ssl.SSLEOFError:  # as a server does that has all its connections, or one that is ending
+            raise Unavailable(
+                Miss(MissReason.SHARD_LOST, f"{peer} closed the connection during the TLS handshake")
+            ) from None
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or "").upper():
                 raise CredentialError(f"{peer} refuses this process's certificate: {_reason(error)}") from None

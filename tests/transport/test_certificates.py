@@ -211,6 +211,22 @@ def test_a_client_shows_its_certificate_where_it_is_asked_for_one(
     assert any(isinstance(outcome, ProtocolError) for outcome in server.outcomes)
 
 
+def test_a_server_that_ends_the_connection_in_the_handshake_may_be_tried_again(authority: Authority) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def end() -> None:
+            connected, _ = listening.accept()
+            with connected:
+                connected.recv(4_096)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        near = socket.create_connection(listening.getsockname())
+        with pytest.raises(Unavailable, match="closed the connection during the TLS handshake"):
+            connect_tls(near, "127.0.0.1", authority.client(), soon())
+        thread.join()
+
+
 def test_what_speaks_no_tls_is_told_apart(authority: Authority) -> None:
     client = authority.client()
     with socket.create_server(("127.0.0.1", 0)) as listening:
