@@ -31,11 +31,15 @@ def _library(name: str) -> ctypes.CDLL:
     pytest.skip(f"Python's {name} is not a library of its own")
 
 
-class _Updating:
-    """A connection of TLS, whose bytes pass through memory. `certificate` and `key`: paths of PEM files, or ""."""
+class Updating:
+    """The client of a connection. `certificate` and `key`: paths of PEM files, or "". `answered`: it asks the other
+    side for updates, too, and reads none of them."""
 
-    def __init__(self, connected: socket.socket, certificate: str, key: str) -> None:
+    def __init__(
+        self, connected: socket.socket, certificate: str = "", key: str = "", *, answered: bool = False
+    ) -> None:
         self._socket = connected
+        self._answered = int(answered)
         self._ssl, self._crypto = _library("libssl"), _library("libcrypto")
         for library, names in (
             (self._ssl, ("TLS_client_method", "SSL_CTX_new", "SSL_new")),
@@ -58,6 +62,7 @@ class _Updating:
         return ctypes.c_void_p(self._crypto.BIO_new(ctypes.c_void_p(self._crypto.BIO_s_mem())))
 
     def shake_hands(self) -> None:
+        """Carries out the handshake."""
         while self._ssl.SSL_do_handshake(self._tls) != 1:
             self._flush()
             data = self._socket.recv(_READ)
@@ -68,11 +73,11 @@ class _Updating:
     def update(self) -> None:
         """Sends _BURST updates. Raises OSError if the server has ended the connection, or takes no more in time."""
         for _ in range(_BURST):
-            self._ssl.SSL_key_update(self._tls, 0)
+            self._ssl.SSL_key_update(self._tls, self._answered)
             self._ssl.SSL_do_handshake(self._tls)
         self._flush()
 
-    def free(self) -> None:
+    def close(self) -> None:
         self._ssl.SSL_free(self._tls)
         self._ssl.SSL_CTX_free(self._context)
 
@@ -89,7 +94,7 @@ def key_updates(host: str, port: int, certificate: str = "", key: str = "") -> I
     Yields an event that is set once the server has ended the connection."""
     ended, stop = threading.Event(), threading.Event()
     with socket.create_connection((host, port), timeout=60) as connected:
-        peer = _Updating(connected, certificate, key)
+        peer = Updating(connected, certificate, key)
         peer.shake_hands()
 
         def flood() -> None:
@@ -110,4 +115,4 @@ def key_updates(host: str, port: int, certificate: str = "", key: str = "") -> I
             with suppress(OSError):
                 connected.shutdown(socket.SHUT_RDWR)
             flooding.join()
-            peer.free()
+            peer.close()

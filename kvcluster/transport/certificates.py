@@ -329,10 +329,17 @@ def speaks_tls(connected: socket.socket, deadline: Deadline) -> bool:
 def accepting(connected: socket.socket, certificates: Certificates, *, mutual: bool) -> ssl.SSLSocket:
     """Returns a TLS socket over one that was accepted, before its handshake, in which the other side must show a
     certificate if it is `mutual`. Raises OSError if the socket has been closed."""
+    context = server_context(certificates, mutual=mutual)
+    return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+
+
+def server_context(certificates: Certificates, *, mutual: bool) -> ssl.SSLContext:
+    """Returns the context of a server's handshakes by the certificates that are valid now. `mutual`: the other side
+    must show one."""
     loaded = certificates.now()
     context = loaded.mutual if mutual else loaded.server
     assert context is not None, "a server has a certificate"
-    return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+    return context
 
 
 def certificate_of(connected: ssl.SSLSocket | ssl.SSLObject) -> CertificateNames | None:
