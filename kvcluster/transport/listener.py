@@ -189,6 +189,7 @@ class Listener:
         self._links: dict[FramedSocket, threading.Thread] = {}
         # Those of _links whose credential has not arrived, oldest first, and when they are late.
         self._unknown: dict[FramedSocket, Deadline] = {}
+        self._ended: dict[FramedSocket, None] = {}  # those of _links that were ended here, until their threads notice
         self._closing = 0  # connections that have ended and are being closed, which may take as long as a peer wants
         self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
         self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
@@ -244,9 +245,14 @@ class Listener:
             for link, late in list(self._unknown.items()):
                 if late.remaining_s():
                     return True
-                del self._unknown[link]
-                link.shutdown()
+                self._end(link)
         return False
+
+    def _end(self, link: FramedSocket) -> None:
+        """Ends a connection whose credential has not arrived, within the lock."""
+        del self._unknown[link]
+        self._ended[link] = None
+        link.shutdown()
 
     def _pause(self) -> bool:
         """Waits before the next attempt. Returns False if the listener is being closed."""
@@ -257,11 +263,9 @@ class Listener:
     def _begin(self, link: FramedSocket) -> None:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
         with self._lock:
-            if not self._closed and self._closing < self._most_unknown:
+            if not self._closed and self._closing + len(self._ended) < self._most_unknown:
                 if len(self._unknown) >= self._most_unknown:
-                    oldest = next(iter(self._unknown))
-                    del self._unknown[oldest]
-                    oldest.shutdown()
+                    self._end(next(iter(self._unknown)))
                 try:
                     start_thread(thread)
                 except KVClusterError as error:  # no reason to stop listening either
@@ -289,6 +293,7 @@ class Listener:
             with self._lock:
                 del self._links[link]
                 self._unknown.pop(link, None)
+                self._ended.pop(link, None)
                 self._closing += 1
             try:
                 link.close()

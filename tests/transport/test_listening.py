@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
@@ -64,6 +65,28 @@ def test_a_connection_is_ended_whose_thread_looks_at_no_deadline(
     with listening(listening_tls(tmp_path)) as (served, port), socket.create_connection((HOST, port)):
         eventually(lambda: served._links)
         eventually(lambda: not served._links, 20.0)
+
+
+def test_threads_that_do_not_notice_their_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def unaware(*_: object) -> None:
+        assert go_on.wait(20.0)
+        raise Unavailable(Miss(MissReason.SHARD_LOST, "it has ended"))
+
+    monkeypatch.setattr(limits, "STREAMS_UNKNOWN", 2)
+    monkeypatch.setattr(framed_socket, "handshake", unaware)
+    with listening(listening_tls(tmp_path)) as (served, port), ExitStack() as house:
+        links = [house.enter_context(socket.create_connection((HOST, port))) for _ in range(12)]
+        try:
+            links[-1].settimeout(20.0)
+            assert links[-1].recv(1_000) == b"", "it is closed, and served by no thread"
+            assert len(served._links) == 4
+        finally:
+            go_on.set()
+        eventually(lambda: not served._links)
+        with socket.create_connection((HOST, port)):
+            eventually(lambda: not served._ended)
 
 
 def test_a_connection_that_sends_nothing_ends_whether_or_not_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
