@@ -62,11 +62,12 @@ class Updating:
         return ctypes.c_void_p(self._crypto.BIO_new(ctypes.c_void_p(self._crypto.BIO_s_mem())))
 
     def shake_hands(self) -> None:
-        """Carries out the handshake."""
+        """Carries out the handshake. Raises OSError if the server makes none."""
         while self._ssl.SSL_do_handshake(self._tls) != 1:
             self._flush()
             data = self._socket.recv(_READ)
-            assert data, "the server makes the handshake"
+            if not data:
+                raise ConnectionError("the server makes no handshake")
             self._crypto.BIO_write(self._received, data, len(data))
         self._flush()
 
