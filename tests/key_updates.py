@@ -11,9 +11,8 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from ctypes.util import find_library
 from pathlib import Path
-
-import pytest
 
 MOST = 20_000_000
 """The most updates of one flood: some minutes."""
@@ -23,12 +22,12 @@ _READ = 1 << 16
 
 
 def _library(name: str) -> ctypes.CDLL:
-    """Returns the library of that name that Python's `ssl` has loaded. Skips the test if that is a part of it."""
+    """Returns the library of that name that Python's `ssl` has loaded, or else the system's."""
     assert ssl.OPENSSL_VERSION  # it is loaded
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        if f"/{name}.so" in line:
+        if f"/lib{name}.so" in line:
             return ctypes.CDLL(line.split(maxsplit=5)[5])
-    pytest.skip(f"Python's {name} is not a library of its own")
+    return ctypes.CDLL(find_library(name))
 
 
 class Updating:
@@ -40,7 +39,7 @@ class Updating:
     ) -> None:
         self._socket = connected
         self._answered = int(answered)
-        self._ssl, self._crypto = _library("libssl"), _library("libcrypto")
+        self._ssl, self._crypto = _library("ssl"), _library("crypto")
         for library, names in (
             (self._ssl, ("TLS_client_method", "SSL_CTX_new", "SSL_new")),
             (self._crypto, ("BIO_new", "BIO_s_mem")),
