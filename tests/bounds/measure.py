@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import kvcluster
 from kvcluster.core.messages import Attach, Attached, AttachedShard, AttachShard, GetOffers, Offers
