@@ -64,9 +64,11 @@ class Authority:
         cluster: str = CLUSTER,
         days: float = 60,
         ago: float = 1,
+        serves: bool = True,
     ) -> Issued:
         """Issues a certificate with these roles ("shard", "tenant/me") and DNS names or addresses, which was valid for
-        the first time `ago` days ago, for `days` days from now. A second one for the same `to` replaces the first."""
+        the first time `ago` days ago, for `days` days from now. A second one for the same `to` replaces the first.
+        `serves`: it is for servers, too."""
         key = ec.generate_private_key(ec.SECP256R1())
         uris = [x509.UniformResourceIdentifier(f"kvcluster://{cluster}/{role}") for role in roles]
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -80,7 +82,10 @@ class Authority:
             .not_valid_after(now + days * DAY)
             .add_extension(x509.SubjectAlternativeName([*map(_general_name, names), *uris]), critical=True)
             .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False
+                x509.ExtendedKeyUsage(
+                    [*([ExtendedKeyUsageOID.SERVER_AUTH] if serves else []), ExtendedKeyUsageOID.CLIENT_AUTH]
+                ),
+                False,
             )
             .sign(self._key, hashes.SHA256())
         )

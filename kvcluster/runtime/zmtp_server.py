@@ -28,13 +28,14 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.tenant_shares import Shares
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.transport.bounded_tls import BoundedTls
 from kvcluster.transport.certificates import (
     EVENTS,
     OPERATOR,
     CertificateNames,
     Certificates,
-    accepting,
     certificate_of,
+    server_context,
 )
 from kvcluster.wire import zmtp
 
@@ -42,8 +43,11 @@ log = logging.getLogger(__name__)
 
 REST_NS = 100_000
 """The rest after a round, for each message, each read and each connection of that round: meanwhile no peer is read and
-no connection accepted. Each takes some 10 us, so that floods have a tenth of the interpreter, and a quiet peer is read
-at once."""
+no connection accepted. Each takes some WORK_NS, so that floods have a tenth of the interpreter, and a quiet peer is
+read at once."""
+
+WORK_NS = 10_000
+"""What TLS takes of a round counts as so many messages: a handshake as some fifty."""
 
 ACCEPTED_PER_ROUND = 16
 RECEIVED_PER_ROUND = 8
@@ -111,11 +115,11 @@ class EventAccess(NamedTuple):
 class Peer:
     """One connection to a port. `asked`: whether it has sent a message that the port keeps something of."""
 
-    def __init__(self, port: Port, link: socket.socket, address: str, now_ns: int) -> None:
+    def __init__(self, port: Port, link: socket.socket | BoundedTls, address: str, now_ns: int) -> None:
         self.port = port
         self.link = link
         self.certificate: CertificateNames | None = None
-        self.shaking = isinstance(link, ssl.SSLSocket)  # until the handshake is over nothing is sent or read
+        self.shaking = isinstance(link, BoundedTls)  # until the handshake is over nothing is sent or read
         self.address = Tenant(address)
         self.inbound = zmtp.Inbound(port.bounds)
         self.out = memoryview(zmtp.GREETING + zmtp.encode_ready(port.socket))
@@ -276,22 +280,22 @@ class ZmtpServer:
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._access is not None:
-                try:
-                    link = accepting(link, self._access.certificates, mutual=True)
-                except OSError:  # it has ended
-                    link.close()
-                    continue
-            peer = Peer(port, link, host, self._clock())
+            peer = Peer(port, self._within_tls(link), host, self._clock())
             peers[peer] = None
             shares.add(host)
-            self._reading.register(link, _READ, peer)
+            self._reading.register(peer.link, _READ, peer)
             self.pump(peer)
+
+    def _within_tls(self, link: socket.socket) -> socket.socket | BoundedTls:
+        """Returns what moves the bytes of a connection that was accepted."""
+        if self._access is None:
+            return link
+        return BoundedTls(link, server_context(self._access.certificates, mutual=True))
 
     def _shake(self, peer: Peer) -> bool:
         """Carries the handshake on. Returns whether it is over; closes the connection if it fails, or if the peer's
         certificate lets nobody in."""
-        assert isinstance(peer.link, ssl.SSLSocket) and self._access is not None
+        assert isinstance(peer.link, BoundedTls) and self._access is not None
         try:
             peer.link.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -299,7 +303,7 @@ class ZmtpServer:
         except OSError as error:
             log.debug("closed a connection from %s: %s", peer.address, error)
         else:
-            peer.certificate = certificate_of(peer.link)
+            peer.certificate = certificate_of(peer.link.session)
             if self._access.lets_in(peer.certificate):
                 peer.shaking = False
                 return True
@@ -316,21 +320,32 @@ class ZmtpServer:
             peer.is_full = True
             self._reading.unregister(peer.link)
             return
-        if peer.shaking:
-            if not self._shake(peer):
-                return
-            self.pump(peer)
-        try:
-            data = peer.link.recv(min(room, _RECEIVED_BYTES))
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        data = self._received(peer, room)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if data:
             peer.inbound.feed(data)
             self._deliver(peer)
         else:
             self.drop(peer)
+
+    def _received(self, peer: Peer, room: int) -> bytes | None:
+        """Returns what a peer has sent, at most `room` bytes; b"" at the end, None if there is nothing for it yet.
+        Counts the work of TLS."""
+        began = self._clock()
+        try:
+            if peer.shaking:
+                if not self._shake(peer):
+                    return None
+                self.pump(peer)
+            return peer.link.recv(min(room, _RECEIVED_BYTES))
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        except OSError:
+            return b""
+        finally:
+            if isinstance(peer.link, BoundedTls):
+                self._work += (self._clock() - began) // WORK_NS
 
     def _deliver(self, peer: Peer) -> None:
         """Hands messages to the port, as many as one round has of a peer. The others wait for the next round."""
@@ -346,7 +361,7 @@ class ZmtpServer:
         if peer.is_full and peer.is_open and peer.inbound.room:
             peer.is_full = False
             self._reading.register(peer.link, _READ, peer)
-        if peer.is_open and isinstance(peer.link, ssl.SSLSocket) and peer.link.pending():
+        if peer.is_open and isinstance(peer.link, BoundedTls) and peer.link.pending():
             self._decrypted[peer] = None  # it wakes nobody
 
     def _take(self, peer: Peer) -> None:

@@ -47,6 +47,9 @@ WARNED_S = 14 * DAY_S
 _CIPHERS = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """Of TLS 1.2; those of 1.3 are all as good."""
 
+_OTHER_PURPOSE = 26
+"""OpenSSL's X509_V_ERR_INVALID_PURPOSE: a server shows a certificate that is for clients alone."""
+
 _ROUNDS = 4
 """More than a handshake of TLS 1.2 takes."""
 
@@ -90,9 +93,9 @@ class LoadedCertificates:
 
     `number` counts the versions of a process. `client`, `server` and `mutual` are the contexts of handshakes: of the
     side that connects, of a server, and of a server that asks for a certificate. `own`: the names of the process's own
-    certificate. All but `client` are None without one."""
+    certificate. All but `client` are None without one. `serves`: the process is a server."""
 
-    def __init__(self, files: CertificateFiles, number: int) -> None:
+    def __init__(self, files: CertificateFiles, number: int, *, serves: bool = False) -> None:
         self.number = number
         self.ca, _ = _read(files.ca, "the authorities' file")
         self.cert = _read(files.cert, "the certificate")[0] if files.cert else None
@@ -104,7 +107,11 @@ class LoadedCertificates:
             self.mutual.verify_mode = ssl.CERT_REQUIRED
             without_names = self._context(ssl.PROTOCOL_TLS_CLIENT, files)
             without_names.check_hostname = False
-            self.own = _try(self.server, without_names, files)
+            self.own, for_servers = _try(self.server, self.mutual, without_names, files)
+            if serves and not for_servers:
+                raise ConfigError(
+                    f"{files.cert} is for clients alone: a server's has the purpose of server authentication"
+                )
 
     def _context(self, protocol: int, files: CertificateFiles) -> ssl.SSLContext:
         """Returns a context that knows the authorities, and the own certificate if there is one. Raises ConfigError."""
@@ -135,11 +142,14 @@ class LoadedCertificates:
 class Certificates:
     """The certificates in some files; thread-safe. Raises ConfigError if the files cannot be used now."""
 
-    def __init__(self, files: CertificateFiles, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, files: CertificateFiles, *, serves: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`serves`: the process is a server."""
         self.files = files
         self._watched = WatchedFiles(
             tuple(filter(None, files)),
-            lambda before: LoadedCertificates(files, 1 if before is None else before.number + 1),
+            lambda before: LoadedCertificates(files, 1 if before is None else before.number + 1, serves=serves),
             stays="The certificates that were read before stay in use",
             again=lambda loaded: f"the certificates were read again: {files.cert or files.ca}",
             clock=clock,
@@ -204,7 +214,7 @@ def own_certificates(config: Config, role: str) -> Certificates | None:
     if security.encryption != TLS:
         return None
     files = CertificateFiles(security.ca_file, security.cert_file, security.key_file)
-    certificates = Certificates(files)
+    certificates = Certificates(files, serves=True)
     own = certificates.now().own
     if own is None or not own.has_role(config.name, role):
         raise ConfigError(
@@ -329,10 +339,17 @@ def speaks_tls(connected: socket.socket, deadline: Deadline) -> bool:
 def accepting(connected: socket.socket, certificates: Certificates, *, mutual: bool) -> ssl.SSLSocket:
     """Returns a TLS socket over one that was accepted, before its handshake, in which the other side must show a
     certificate if it is `mutual`. Raises OSError if the socket has been closed."""
+    context = server_context(certificates, mutual=mutual)
+    return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+
+
+def server_context(certificates: Certificates, *, mutual: bool) -> ssl.SSLContext:
+    """Returns the context of a server's handshakes by the certificates that are valid now. `mutual`: the other side
+    must show one."""
     loaded = certificates.now()
     context = loaded.mutual if mutual else loaded.server
     assert context is not None, "a server has a certificate"
-    return context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)
+    return context
 
 
 def certificate_of(connected: ssl.SSLSocket | ssl.SSLObject) -> CertificateNames | None:
@@ -342,8 +359,9 @@ def certificate_of(connected: ssl.SSLSocket | ssl.SSLObject) -> CertificateNames
 
 
 def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
-    """Carries out the handshake, and leaves the socket non-blocking. Raises Unavailable, CredentialError if the other
-    side's certificate is not accepted, or ProtocolError if it speaks no TLS."""
+    """Carries out the handshake, and leaves the socket non-blocking. Raises Unavailable if the other side does not
+    answer or has closed the connection, CredentialError if its certificate is not accepted, or ProtocolError if it
+    speaks no TLS."""
     connected.setblocking(False)
     poll = select.poll()
     poll.register(connected, 0)
@@ -357,6 +375,10 @@ def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
             poll.modify(connected, select.POLLOUT)
         except ssl.SSLCertVerificationError as error:
             raise CredentialError(f"the certificate of {peer} is refused: {_verify_reason(error)}") from None
+        except ssl.SSLEOFError:  # as a server does that has all its connections, or one that is ending
+            raise Unavailable(
+                Miss(MissReason.SHARD_LOST, f"{peer} closed the connection during the TLS handshake")
+            ) from None
         except ssl.SSLError as error:
             if "ALERT" in (error.reason or "").upper():
                 raise CredentialError(f"{peer} refuses this process's certificate: {_reason(error)}") from None
@@ -368,26 +390,40 @@ def handshake(connected: ssl.SSLSocket, peer: str, deadline: Deadline) -> None:
         deadline.check(peer)
 
 
-def _try(server: ssl.SSLContext, client: ssl.SSLContext, files: CertificateFiles) -> CertificateNames:
-    """Returns the names of the own certificate, after a handshake in memory. Raises ConfigError if it fails. Names are
-    left to those who connect: here the chain, the dates and the key are compared."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = (
-        client.wrap_bio(to_client, to_server),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    )
+def _try(
+    server: ssl.SSLContext, mutual: ssl.SSLContext, client: ssl.SSLContext, files: CertificateFiles
+) -> tuple[CertificateNames, bool]:
+    """Returns the names of the own certificate, and whether it is for servers, after a handshake in memory. One that is
+    for clients alone is shown to a server that asks for it. Raises ConfigError if it fails. Names are left to those who
+    connect: here the chain, the dates, the purpose and the key are compared."""
     try:
-        for _ in range(_ROUNDS):
-            for side in sides:
-                with suppress(ssl.SSLWantReadError):
-                    side.do_handshake()
+        try:
+            return certificate_of(_shaken(server, client)[0]) or CertificateNames(), True
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code != _OTHER_PURPOSE:
+                raise
+            client.verify_mode = ssl.CERT_NONE
+            return certificate_of(_shaken(mutual, client)[1]) or CertificateNames(), False
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             f"{files.cert} is refused by the authorities of {files.ca}: {_verify_reason(error)}"
         ) from None
     except ssl.SSLError as error:
         raise ConfigError(f"{files.cert} serves no TLS handshake: {_reason(error)}") from None
-    return certificate_of(sides[0]) or CertificateNames()
+
+
+def _shaken(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Returns both sides of a handshake in memory, the client's first. Raises SSLError if it fails."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
+    for _ in range(_ROUNDS):
+        for side in sides:
+            with suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    return sides
 
 
 def _reason(error: OSError | ValueError) -> str:

@@ -81,6 +81,10 @@ log = logging.getLogger(__name__)
 HELLO_S = 5.0
 """Time for the handshake. The connecting side sends first."""
 
+_LATE_S = 1.0
+"""How long after HELLO_S a connection is ended by another thread than its own, which says why if it can. Within TLS it
+cannot while key updates arrive faster than OpenSSL reads them: one call reads all of them."""
+
 _NEXT_S = 3_600.0
 """How long an unused connection is kept; a lease ends long before."""
 
@@ -183,7 +187,9 @@ class Listener:
         self._serve = serve
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
-        self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
+        # Those of _links whose credential has not arrived, oldest first, and when they are late.
+        self._unknown: dict[FramedSocket, Deadline] = {}
+        self._ended: dict[FramedSocket, None] = {}  # those of _links that were ended here, until their threads notice
         self._closing = 0  # connections that have ended and are being closed, which may take as long as a peer wants
         self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
         self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
@@ -218,8 +224,11 @@ class Listener:
 
     def _accept(self) -> None:
         while True:
+            self._listening.settimeout(_LATE_S if self._end_late() else None)
             try:
                 connected, address = self._listening.accept()
+            except TimeoutError:
+                continue
             except OSError as error:
                 if self._closed:
                     return
@@ -230,6 +239,21 @@ class Listener:
                 continue
             self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}", version=None))
 
+    def _end_late(self) -> bool:
+        """Ends the connections whose credential is late. Returns whether there are others that may become late."""
+        with self._lock:
+            for link, late in list(self._unknown.items()):
+                if late.remaining_s():
+                    return True
+                self._end(link)
+        return False
+
+    def _end(self, link: FramedSocket) -> None:
+        """Ends a connection whose credential has not arrived, within the lock."""
+        del self._unknown[link]
+        self._ended[link] = None
+        link.shutdown()
+
     def _pause(self) -> bool:
         """Waits before the next attempt. Returns False if the listener is being closed."""
         waiting = threading.Event()
@@ -239,18 +263,16 @@ class Listener:
     def _begin(self, link: FramedSocket) -> None:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
         with self._lock:
-            if not self._closed and self._closing < self._most_unknown:
+            if not self._closed and self._closing + len(self._ended) < self._most_unknown:
                 if len(self._unknown) >= self._most_unknown:
-                    oldest = next(iter(self._unknown))
-                    del self._unknown[oldest]
-                    oldest.shutdown()
+                    self._end(next(iter(self._unknown)))
                 try:
                     start_thread(thread)
                 except KVClusterError as error:  # no reason to stop listening either
                     log.warning("%s ended a connection: %s", self._name, error)
                 else:  # in the lock, for which the thread waits before it removes them
                     self._links[link] = thread
-                    self._unknown[link] = None
+                    self._unknown[link] = Deadline.after_ms((HELLO_S + _LATE_S) * 1e3)
                     return
         link.close()
 
@@ -271,6 +293,7 @@ class Listener:
             with self._lock:
                 del self._links[link]
                 self._unknown.pop(link, None)
+                self._ended.pop(link, None)
                 self._closing += 1
             try:
                 link.close()

@@ -448,6 +448,35 @@ class Squatter:
         self._server.stop(0).wait()
 
 
+class ShySquatter:
+    """A squatter that ends every second connection, the first included, before it has said anything."""
+
+    def __init__(self, port: int, credentials: grpc.ServerCredentials) -> None:
+        self._squatter = Squatter(behind := free_port(), credentials)
+        self._behind, self.heard = behind, self._squatter.heard
+        self._listening = socket.create_server(("127.0.0.1", port))
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            while True:
+                self._listening.accept()[0].close()
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._behind))
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError), other:
+            while data := one.recv(65_536):
+                other.sendall(data)
+
+    def close(self) -> None:
+        self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+        self._squatter.close()
+
+
 class _Keeps(grpc.GenericRpcHandler):
     def __init__(self, heard: list[str]) -> None:
         self._heard = heard
@@ -456,7 +485,7 @@ class _Keeps(grpc.GenericRpcHandler):
         self._heard += [str(value) for key, value in details.invocation_metadata if key == "authorization"]
 
 
-def squatted(squatter: Callable[[int], Squatter], use: Callable[[str], object]) -> list[str]:
+def squatted(squatter: Callable[[int], Squatter | ShySquatter], use: Callable[[str], object]) -> list[str]:
     """What a squatter hears when a client uses its port: it takes that of a coordinator that has ended."""
     port = free_port()
     with closing(squatter(port)) as listening:
@@ -486,6 +515,11 @@ def test_a_squatter_at_the_coordinators_port_gets_a_token_in_the_clear_and_none_
     neighbour = authority.issue("neighbour", "shard", "coordinator", names=("neighbour.example",))
     pair = tuple(Path(path).read_bytes() for path in (neighbour.files.key, neighbour.files.cert))
     assert squatted(lambda port: Squatter(port, grpc.ssl_server_credentials([pair])), within_tls) == []
+    # Nor does one of that name in another role, whether it shows that at once or lets the client wait for it.
+    tenant = authority.issue("tenant", "tenant/other")
+    pair = tuple(Path(path).read_bytes() for path in (tenant.files.key, tenant.files.cert))
+    assert squatted(lambda port: Squatter(port, grpc.ssl_server_credentials([pair])), within_tls) == []
+    assert squatted(lambda port: ShySquatter(port, grpc.ssl_server_credentials([pair])), within_tls) == []
 
 
 def test_a_certificate_that_is_not_for_the_cluster_starts_none(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.runtime.auth import new_token, token_line
 from kvcluster.transport.credentials import CA_FILE
-from tests.attacks.attackers import ATTACKS, look
+from tests.attacks.attackers import ATTACKS, BEGUN, look
 from tests.attacks.verdict import Outcome, Sample, table
 from tests.authority import Authority
 from tests.ports import free_port, metrics_port
@@ -106,6 +107,7 @@ class Stage:
             assert attacker.stdin is not None
             attacker.stdin.write(json.dumps(facts) + "\n")
             attacker.stdin.close()
+            _wait_begun(attacker)
             pause.wait(_SETTLE_S)
             start, burnt = time.monotonic(), _cpu_s(attacker.pid)
             while time.monotonic() < start + seconds / turns:
@@ -169,14 +171,11 @@ def stage(*, tls: bool = False) -> Iterator[Stage]:
             "events": {"endpoint": events},
             "metrics": {"port": port},
         }
-        if tls:
-            issued = Authority(Path(folder)).issue("node", "coordinator", "shard", cluster=_NAME)
-            files = {"ca_file": issued.files.ca, "cert_file": issued.files.cert, "key_file": issued.files.key}
-            config |= {"name": _NAME, "security": {"encryption": "tls", **files}}
+        more, known = within_tls(Path(folder)) if tls else ({}, {})
         metrics = tuple(f"127.0.0.1:{port + at}" for at in range(1 + _SHARDS))
         with (
-            environment({CA_FILE: issued.files.ca} if tls else {}),
-            kvcluster.local(shards=_SHARDS, ram_bytes="64MiB", config=config) as cluster,
+            environment(known),
+            kvcluster.local(shards=_SHARDS, ram_bytes="64MiB", config=config | more) as cluster,
         ):
             honest = Honest(cluster.address, metrics, tokens["honest"])
             try:
@@ -185,6 +184,14 @@ def stage(*, tls: bool = False) -> Iterator[Stage]:
                 yield Stage(cluster, honest, asdict(target), tokens["limited"])
             finally:
                 honest.end()
+
+
+def within_tls(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Makes certificates in a folder. Returns what a cluster's configuration says of them, and the environment by which
+    others know its authority."""
+    files = Authority(folder).issue("node", "coordinator", "shard", cluster=_NAME).files
+    security = {"encryption": "tls", "ca_file": files.ca, "cert_file": files.cert, "key_file": files.key}
+    return {"name": _NAME, "security": security}, {CA_FILE: files.ca}
 
 
 @contextmanager
@@ -201,6 +208,13 @@ def environment(more: dict[str, str]) -> Iterator[None]:
 def _start(module: str, argument: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", module, argument]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+
+
+def _wait_begun(attacker: subprocess.Popen[str]) -> None:
+    """Waits until an attacker has done its first act, which some prepare for seconds."""
+    assert attacker.stdout is not None
+    ready, _, _ = select.select([attacker.stdout], [], [], _BEGIN_S)
+    assert ready and attacker.stdout.readline().strip() == BEGUN, "the attacker has not begun"
 
 
 def _end(process: subprocess.Popen[str]) -> str:

@@ -1,8 +1,8 @@
 """The attacks: what a stranger, or a tenant with a token of its own, sends to a cluster to spoil it for others.
 
 An attacker is a process: `python -m tests.attacks.attackers NAME`, with the target as JSON on standard input. It
-repeats one act until it is told to end (SIGTERM) or has done it MOST times, as fast as the cluster lets it, and then
-says how often it did it and how often it was refused or cut off.
+repeats one act until it is told to end (SIGTERM) or has done it MOST times, as fast as the cluster lets it. It says
+BEGUN after the first, and in the end how often it did it and how often it was refused or cut off.
 
 Most go through gRPC, plain sockets and ZMQ themselves, so that no courtesy of the client stands in the way.
 """
@@ -59,16 +59,17 @@ from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.versions import METADATA
 from tests.attacks.attend_attackers import long_computes, long_questions, long_registrations, made_up_spans
 from tests.attacks.http_attackers import drips, scrapes
-from tests.attacks.reach import HELLO, channel, dialled, dialled_within, shows
+from tests.attacks.reach import channel, dialled, shows
 from tests.attacks.setting import LONG, SPEC, TINY, kv, prompt
+from tests.attacks.tls_attackers import handshakes, updates, whole_handshakes
 
 MOST = 50_000_000
+BEGUN = "begun"
 _HEADERS_ONLY = 256
 _HELD = 3_900
 _IN_FLIGHT = 64
 _PAUSE_S = 0.02
 _PATIENT = Deadline.after_ms(600_000)
-_HANDSHAKES = (b"", b"PRI * HTTP/2.0\r\n", b"\x00", bytes(64), b"GET / HTTP/1.1\r\n\r\n", HELLO)
 _CONFIG = ClientConfig(deadline_ms=60_000, connect_ms=60_000)
 
 _WRITERS = 16
@@ -97,6 +98,11 @@ class Target:
     def servers(self) -> tuple[str, ...]:
         """The gRPC servers."""
         return (self.coordinator, *self.shards)
+
+    @property
+    def ports(self) -> tuple[str, ...]:
+        """All that listens."""
+        return (*self.servers, *self.sockets, *self.metrics, self.events.removeprefix("tcp://"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,38 +166,10 @@ def _header_streams(target: Target) -> Iterator[Act]:
 
 
 @contextmanager
-def _handshakes(target: Target) -> Iterator[Act]:
-    """Connections that send the beginning of something, or nothing, and are closed."""
-    at = 0
-
-    def act() -> int:
-        nonlocal at
-        at += 1
-        with dialled((*target.servers, *target.sockets)[at % (len(target.servers) + len(target.sockets))]) as link:
-            link.sendall(_HANDSHAKES[at % len(_HANDSHAKES)])
-        return 1
-
-    yield act
-
-
-@contextmanager
-def _whole_handshakes(target: Target) -> Iterator[Act]:
-    """Whole handshakes of TLS, one after the other; nothing is sent after them."""
-    addresses = (*target.servers, *target.sockets, *target.metrics)
-    numbers = count()
-
-    def act() -> int:
-        with dialled_within(addresses[next(numbers) % len(addresses)]):
-            return 1
-
-    yield act
-
-
-@contextmanager
 def _idle_connections(target: Target) -> Iterator[Act]:
     """Connections that are kept and say nothing; one that ends is opened again."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-    addresses = (*target.servers, *target.sockets)
+    addresses = target.ports
     held: deque[socket.socket] = deque()
 
     def act() -> int:
@@ -461,8 +439,9 @@ def _tables(target: Target) -> Iterator[Act]:
 
 ATTACKS: Mapping[str, Attack] = {
     "streams": Attack("calls without a message", _header_streams),
-    "handshakes": Attack("connections that break off", _handshakes),
-    "tls-handshakes": Attack("handshakes of TLS without a call", _whole_handshakes),
+    "handshakes": Attack("connections that break off", handshakes),
+    "tls-handshakes": Attack("handshakes of TLS without a call", whole_handshakes),
+    "key-updates": Attack("key updates of TLS without an end", updates),
     "connections": Attack("idle connections", _idle_connections),
     "huge": Attack("messages of 64 MiB without a token", _huge_messages),
     "subscriptions": Attack("subscriptions of 16 MiB", _subscriptions),
@@ -583,7 +562,7 @@ def main() -> None:
     facts = json.loads(sys.stdin.readline())
     facts |= {name: tuple(fact) for name, fact in facts.items() if isinstance(fact, list)}
     target = Target(**facts)
-    done = refused = 0
+    done, refused, begun = 0, 0, False
     with suppress(KeyboardInterrupt), ATTACKS[sys.argv[1]].begin(target) as act:
         while not stop.is_set() and done + refused < MOST:
             try:
@@ -594,6 +573,9 @@ def main() -> None:
                 done += now
                 if not now:
                     stop.wait(_PAUSE_S)
+            if not begun:
+                print(BEGUN, flush=True)
+                begun = True
         print(json.dumps({"done": done, "refused": refused}), flush=True)
         os._exit(0)  # what is under way ends with the process
 

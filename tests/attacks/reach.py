@@ -50,7 +50,9 @@ def channel(address: str, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
 
 @cache
 def _context(authority: str) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=authority)
+    context = ssl.create_default_context(cafile=authority)
+    context.set_alpn_protocols(["h2"])  # gRPC ends a connection without it after the handshake
+    return context
 
 
 def dialled(address: str, timeout_s: float = 10.0) -> socket.socket:

@@ -21,7 +21,7 @@ import kvcluster
 from kvcluster.core.messages import Attach, Attached, AttachedShard, AttachShard, GetOffers, Offers
 from kvcluster.runtime.auth import new_token, token_line
 from kvcluster.wire.methods import COORDINATOR, SHARD
-from tests.attacks.__main__ import Honest
+from tests.attacks.__main__ import Honest, environment, within_tls
 from tests.attacks.attackers import ask
 from tests.attacks.setting import TINY
 from tests.bounds.messages import MESSAGES, Place
@@ -52,20 +52,33 @@ class Bench:
 
     def __init__(self, place: Place, pids: dict[str, int], honest: Honest) -> None:
         self._place = place
-        self._pids = pids
-        self._honest = honest
+        self.pids = pids
+        self.honest = honest
+
+    def address(self, port: str) -> str:
+        """Returns where one of handshakes.PORTS is."""
+        place = self._place
+        return {"tcp": place.shard_socket, "events": place.events.removeprefix("tcp://")}.get(port) or str(
+            getattr(place, port)
+        )
+
+    def serves(self) -> None:
+        """Connects to both gRPC servers and asks them something. Raises KVClusterError or Unavailable if one does not
+        answer."""
+        ask(self._place.coordinator, self._place.token, COORDINATOR["Attach"], Attach(TINY), Attached)
+        ask(self._place.shard, self._place.token, SHARD["GetOffers"], GetOffers(), Offers)
 
     def measure(self, name: str, *, at_once: int = AT_ONCE) -> Figures:
         """Returns the worst that this message does, of all its ways."""
         message = MESSAGES[name]
-        pid = self._pids[message.at]
-        found, before, began = Figures(name), _resident(pid), time.monotonic()
+        pid = self.pids[message.at]
+        found, before, began = Figures(name), resident(pid), time.monotonic()
         for way, send in message.worst(self._place):
             start = _forget_peak(pid)
-            cpu = _cpu_ms(pid)
+            cpu = cpu_ms(pid)
             found.answers[way] = send()
             _pause()  # the answer comes before the message's memory is given back
-            found.cpu_ms = max(found.cpu_ms, _cpu_ms(pid) - cpu)
+            found.cpu_ms = max(found.cpu_ms, cpu_ms(pid) - cpu)
             one = _peak(pid) - start
             start = _forget_peak(pid)
             with ThreadPoolExecutor(at_once) as senders:
@@ -75,16 +88,17 @@ class Bench:
                 found.memory, found.way = one, way
             found.several = max(found.several, several)
         ended = time.monotonic()
-        while (kept := _resident(pid) - before) > 2**20 and time.monotonic() < ended + _AFTER_S:
+        while (kept := resident(pid) - before) > 2**20 and time.monotonic() < ended + _AFTER_S:
             _pause()
         found.kept = max(0, kept)
-        found.honest_ms = max((sample.ms for sample in self._honest.between(began, ended)), default=0.0)
+        found.honest_ms = max((sample.ms for sample in self.honest.between(began, ended)), default=0.0)
         return found
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
-    """A cluster of one shard with tokens of two tenants, one of which is an operator's and the attacker's."""
+def bench(*, tls: bool = False) -> Iterator[Bench]:
+    """A cluster of one shard with tokens of two tenants, one of which is an operator's and the attacker's. With `tls`
+    all of it is within TLS, by certificates that are made for it."""
     tokens = {tenant: new_token() for tenant in ("honest", "attacker")}
     lines = [token_line(token, tenant, operator=tenant == "attacker") for tenant, token in tokens.items()]
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
@@ -97,8 +111,10 @@ def bench() -> Iterator[Bench]:
             "events": {"endpoint": events},
             "metrics": {"port": metrics},
         }
-        with kvcluster.local(shards=1, ram_bytes="64MiB", config=config) as cluster:
-            honest = Honest(cluster.address, tokens["honest"])
+        more, known = within_tls(Path(folder)) if tls else ({}, {})
+        with environment(known), kvcluster.local(shards=1, ram_bytes="64MiB", config=config | more) as cluster:
+            probed = tuple(f"127.0.0.1:{metrics + at}" for at in range(2))
+            honest = Honest(cluster.address, probed, tokens["honest"])
             place = None
             try:
                 honest.wait()
@@ -123,7 +139,8 @@ def _pause() -> None:
     threading.Event().wait(_SETTLE_S)
 
 
-def _resident(pid: int) -> int:
+def resident(pid: int) -> int:
+    """Returns the resident bytes of a process."""
     return int(_status(pid, "VmRSS")) * 1024
 
 
@@ -134,7 +151,7 @@ def _peak(pid: int) -> int:
 def _forget_peak(pid: int) -> int:
     """Sets the peak to what is resident now, and returns that."""
     Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-    return _resident(pid)
+    return resident(pid)
 
 
 def _status(pid: int, name: str) -> str:
@@ -144,6 +161,7 @@ def _status(pid: int, name: str) -> str:
     raise AssertionError(f"/proc/{pid}/status has no {name}")
 
 
-def _cpu_ms(pid: int) -> float:
+def cpu_ms(pid: int) -> float:
+    """Returns the milliseconds of CPU that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS * 1e3

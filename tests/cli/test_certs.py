@@ -35,6 +35,7 @@ from kvcluster.cli import certificates, certs
 from kvcluster.cli.certificates import CertPair, CertSubject, checked_name, issue, new_authority, read_authority
 from kvcluster.cli.main import main
 from kvcluster.errors import ConfigError
+from kvcluster.transport.certificates import CertificateFiles, Certificates
 from tests.docs.snippets import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -196,6 +197,13 @@ def test_a_tenant_cannot_serve(here: Path) -> None:
     folder = made(here / "made", CertSubject(("tenant/team-a",), ("localhost",)))
     with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
         handshake(folder, folder, "localhost")
+
+
+@pytest.mark.parametrize("role", ["tenant --tenant team-a", "operator", "events"])
+def test_a_client_reads_the_certificate_of_each_role(issued: Path, role: str) -> None:
+    assert certs_run(f"issue ca --role {role} --to mine") == 0
+    own = Certificates(CertificateFiles("mine/ca.crt", "mine/tls.crt", "mine/tls.key")).now().own
+    assert own is not None and own.uris == (f"kvcluster://prod/{role.replace(' --tenant ', '/')}",)
 
 
 @pytest.mark.parametrize(("ago", "why"), [(3 * DAY, "expired"), (-DAY, "not yet valid")])

@@ -128,6 +128,22 @@ def test_files_that_cannot_be_used_are_refused_with_the_reason(authority: Author
         Certificates(good.files)
 
 
+def test_a_certificate_for_clients_alone_is_shown_by_clients_and_serves_none(
+    authority: Authority, served: Callable[..., Handshakes]
+) -> None:
+    mine = authority.issue("me", "tenant/me", names=(), serves=False)
+    own = mine.certificates().now().own
+    assert own is not None and own.tenants("kvcluster") == ["me"]
+    server = served(authority.issue("s", "shard"), mutual=True)
+    connect_tls(server.connected(), "127.0.0.1", mine.certificates(), soon()).close()
+    server.close()
+    assert [one.fingerprint for one in server.outcomes if isinstance(one, CertificateNames)] == [mine.fingerprint]
+    with pytest.raises(ConfigError, match="is for clients alone"):
+        Certificates(mine.files, serves=True)
+    with pytest.raises(ConfigError, match=r"is refused .*expired"):
+        authority.issue("old", "tenant/me", names=(), serves=False, days=-0.5).certificates()
+
+
 def test_what_is_no_file_costs_no_descriptor_and_holds_no_thread(authority: Authority, tmp_path: Path) -> None:
     clock, issued = Clock(), authority.issue("s", "shard")
     certificates = Certificates(issued.files, clock=clock)
@@ -209,6 +225,22 @@ def test_a_client_shows_its_certificate_where_it_is_asked_for_one(
     shown = [outcome for outcome in server.outcomes if isinstance(outcome, CertificateNames)]
     assert [one.fingerprint for one in shown] == [mine.fingerprint]
     assert any(isinstance(outcome, ProtocolError) for outcome in server.outcomes)
+
+
+def test_a_server_that_ends_the_connection_in_the_handshake_may_be_tried_again(authority: Authority) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def end() -> None:
+            connected, _ = listening.accept()
+            with connected:
+                connected.recv(4_096)
+
+        thread = threading.Thread(target=end)
+        thread.start()
+        near = socket.create_connection(listening.getsockname())
+        with pytest.raises(Unavailable, match="closed the connection during the TLS handshake"):
+            connect_tls(near, "127.0.0.1", authority.client(), soon())
+        thread.join()
 
 
 def test_what_speaks_no_tls_is_told_apart(authority: Authority) -> None:
