@@ -59,6 +59,9 @@ class Coordinator:
     def namespace(self, spec: Any, deadline: Any) -> Any:
         return self._content.namespace
 
+    def check_may_store(self) -> None:
+        """It may."""
+
     def ask(self, kind: type[Any], spec: Any, question: Any, deadline: Any) -> Any:
         if kind is StoreGrant:
             return StoreGrant((StoreRun(len(question.hashes), Decision.WRITE, self._shard, None),))

@@ -177,7 +177,7 @@ class Reader:
             host = cluster.shards.get(shard.shard)
             if host is None or host.core.epoch != shard.epoch:
                 raise Unavailable(Miss(MissReason.SHARD_LOST, "not running"))
-            return WatchedTransport(self.wire, shard.shard, host, TENANT)
+            return WatchedTransport(self.wire, shard.shard, host, Caller(TENANT))
 
         given = {"resident_bytes": pages * spec.page_bytes(0, spec.whole(0)), "deadline_ms": 20_000, **config}
         self.client = Client(cluster.port(), opener, spec, config=ClientConfig(**given))

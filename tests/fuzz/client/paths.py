@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from kvcluster.client.client import Client
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import ShardAddress, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
@@ -42,7 +42,7 @@ class BreakingPaths:
 
     def _open(self, shard: ShardAddress, tenant: str) -> Transport:
         self._cluster.opener(tenant)(shard)  # raises if there is no such shard
-        return _BreakingTransport(self, self._cluster.shards[shard.shard], Tenant(tenant))
+        return _BreakingTransport(self, self._cluster.shards[shard.shard], Caller(Tenant(tenant)))
 
 
 class _BreakingTransport(MemoryTransport):
@@ -57,7 +57,7 @@ class _BreakingTransport(MemoryTransport):
         pages = len(request.pages)
         last = replace(request, pages=request.pages.select(range(pages // 2, pages)))
         stack = ExitStack()
-        stack.enter_context(WriteSession(self._host, self._tenant, last, deadline=deadline, path=self.name))
+        stack.enter_context(WriteSession(self._host, self._caller, last, deadline=deadline, path=self.name))
         ends = threading.Timer(_HELD_S, stack.close)
         ends.start()
         raise PathLost(Miss(MissReason.SHARD_LOST, "the path has broken"))

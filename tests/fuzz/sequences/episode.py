@@ -66,7 +66,7 @@ class World:
 
     def _open(self, shard: ShardAddress) -> Transport:
         self.cluster.opener()(shard)  # raises if there is no such shard
-        return ScantTransport(self, self.cluster.shards[shard.shard], DEFAULT_TENANT)
+        return ScantTransport(self, self.cluster.shards[shard.shard], Caller(DEFAULT_TENANT))
 
     def kill(self, number: int) -> None:
         """Ends a shard as a crash would, and starts it again."""
