@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -143,6 +144,7 @@ def examine(
         "here": location.host,
         "socket_dir": location.socket_dir,
         "kernels": native.name(),
+        "openssl": {"release": ssl.OPENSSL_VERSION, "fast": ssl.OPENSSL_VERSION_INFO >= _FAST_OPENSSL},
         "coordinator": coordinator,
         "tls": _examine_tls(address, credentials, COORDINATOR),
         "shards": shards,
@@ -151,6 +153,9 @@ def examine(
     healthy, verdict = _verdict(coordinator, shards)
     return found | {"healthy": healthy, "verdict": verdict}
 
+
+_FAST_OPENSSL = (3, 2)
+"""Since this release AES is by the wider instructions of processors that have them (docs/adr/0104)."""
 
 _OF_NO_TENANT = "of an operator without a tenant"
 

@@ -168,6 +168,7 @@ def _diagnosed(
     return {
         "address": ADDRESS,
         "kernels": "avx2",
+        "openssl": {"release": "OpenSSL 3.5.9 29 Sep 2026", "fast": True},
         "coordinator": coordinator | {"apart": status["apart"], "why": None, "advice": None},
         "tls": tls,
         "shards": shards,
@@ -204,7 +205,9 @@ def bad_diagnosis() -> dict[str, Any]:
         ShardId("shard-2"): _found("shard-0", clock_ns=-3_600 * 10**9),
     }
     expired = "the certificate of kv.example is refused: certificate has expired"
-    return _diagnosed(in_trouble(), found, shards, _tls(why=expired))
+    return _diagnosed(in_trouble(), found, shards, _tls(why=expired)) | {
+        "openssl": {"release": "OpenSSL 3.0.19 27 Jan 2026", "fast": False}
+    }
 
 
 def unreachable() -> dict[str, Any]:
