@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.vllm.e2e import cost, exactness, identity, observe, prefill, ranks, serve, servers, smoke
+from tests.vllm.e2e import cost, exactness, identity, observe, prefill, ranks, serve, servers, smoke, tenants
 from tests.vllm.e2e.run import House, Table, house
 
 CHECKS: dict[str, Callable[[House], None]] = {
@@ -23,8 +23,8 @@ CHECKS: dict[str, Callable[[House], None]] = {
 }
 """Each has a cluster of its own, and engines that count on one core; so two are run at once, the longest first."""
 
-ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "serve": serve.check}
-"""Two ranks need both cores, as do two engines on Serve that are timed."""
+ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "serve": serve.check, "tenants": tenants.check}
+"""Two ranks need both cores, as do two engines on Serve that are timed; a further cluster takes some of one."""
 
 BY_NAME: dict[str, Callable[[House], None]] = {
     "smoke": smoke.check,
