@@ -28,6 +28,7 @@ from kvcluster.core.messages import (
     Request,
     Reserve,
     Revoke,
+    ShardAddress,
     Staged,
     Stalled,
     Suspect,
@@ -65,7 +66,7 @@ class Oracle:
         self.placed: dict[Name, dict[str, int]] = {}
         """When each page was last committed, by the name of the shard."""
         self._saves: dict[Attempt, None] = {}  # the batches of shards that save their pages because they stop
-        self._on_device: set[CallId] = set()  # the pins of readers that read a pool on a GPU in place
+        self._pins: dict[tuple[ShardAddress, CallId], Request[Pin]] = {}  # those that are not answered
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
             Reserve: self._reserve,
@@ -102,31 +103,32 @@ class Oracle:
         if shard.core.state.stopping:
             self._gave_way_to_saved(shard)
             self._begins_to_save(effects)
-        if isinstance(message, Request) and isinstance(message.question, Pin) and message.question.on_device:
-            self._on_device.add(message.call)
+        if isinstance(message, Request) and isinstance(message.question, Pin):
+            self._pins[shard.address, message.call] = message
         judge = self._of_shard.get(type(message.question if isinstance(message, Request) else message))
         if judge is not None:
             judge(shard, message, effects)
         shard.heard.stepped(shard.core, effects)
         for effect in effects:
             if isinstance(effect, Answer) and isinstance(effect.reply, PinGrant):
-                self._granted_pins(shard, message, effect.call, effect.reply, now)
+                pin = self._pins.pop((shard.address, effect.call))
+                self._granted_pins(shard, pin, effect.reply, now, staged=isinstance(message, Staged))
             elif slots := _granted_to_store(effect):
                 require(not shard.core.state.stopping, "a shard that stops accepts a store")
                 self._may_grant(shard, now)
                 self._check_not_in_use(shard, slots)
                 self._gave_way(shard)
 
-    def _granted_pins(self, shard: ShardProcess, message: object, call: CallId, grant: PinGrant, now: int) -> None:
+    def _granted_pins(self, shard: ShardProcess, pin: Request[Pin], grant: PinGrant, now: int, *, staged: bool) -> None:
+        """`staged`: it waited until its pages were read from a store, and has private copies of some."""
         slots = [page for page in grant.pages if isinstance(page, PageSlot)]
-        if isinstance(message, Request) and isinstance(message.question, Pin):
-            for slot in slots:
-                page = shard.core.pool.on(slot.tier, namespace_of(message), slot.key)
-                require(
-                    page is not None and page.state is PageState.READY and page.generation == slot.generation,
-                    f"a page of {slot.key.hash.hex()[:6]} that is not READY is given to a reader",
-                )
-        near = call in self._on_device
+        for slot in slots if not staged else ():
+            page = shard.core.pool.on(slot.tier, namespace_of(pin), slot.key)
+            require(
+                page is not None and page.state is PageState.READY and page.generation == slot.generation,
+                f"a page of {slot.key.hash.hex()[:6]} that is not READY is given to a reader",
+            )
+        near = pin.question.on_device
         in_place = all(slot.tier.spec.addressable or (near and slot.tier.spec.on_device) for slot in slots)
         require(in_place, "a reader is sent to a store")
         if slots:

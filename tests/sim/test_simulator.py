@@ -146,7 +146,7 @@ WITH_QUOTAS = range(scenario.FIRST_WITH_QUOTAS, scenario.FIRST_WITH_QUOTAS + 8)
 WITH_GRANTS = range(scenario.FIRST_WITH_GRANTS, scenario.FIRST_WITH_GRANTS + 8)
 
 
-@pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396])
+@pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396, 10052568])
 def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
     """Beside tests of the decisions that were wrong, in tests/core and tests/sequences."""
     tally = runner.run([seed])
