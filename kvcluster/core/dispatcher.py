@@ -27,14 +27,14 @@ READ_ONLY = Refused(
 class Dispatcher(Generic[SpaceT]):
     """The handlers of one core, by the type of the question or message.
 
-    `find` returns the namespace of that id if it is of one of those tenants. If it returns None, a question about the
-    namespace is answered `unknown`. `reading`: the questions of those whose credential is read-only, and about
-    namespaces of other tenants; all others are refused.
+    `find` returns the namespace of that id if it is the tenant's, or may be read as one of those other tenants. If it
+    returns None, a question about the namespace is answered `unknown`. `reading`: the questions of those whose
+    credential is read-only, and about namespaces of other tenants; all others are refused.
     """
 
     def __init__(
         self,
-        find: Callable[[NamespaceId, Collection[Tenant]], SpaceT | None],
+        find: Callable[[NamespaceId, Tenant, Collection[Tenant]], SpaceT | None],
         unknown: Refused,
         *,
         in_namespace: Mapping[type, Callable[[Request[Any], SpaceT, int], list[Effect]]],
@@ -61,7 +61,7 @@ class Dispatcher(Generic[SpaceT]):
             return self._of_no_namespace[kind](message, now)
         assert message.namespace is not None, f"{kind.__name__} is asked about a namespace"
         granted = message.reads if kind in self._reading else ()
-        space = self._find(message.namespace, (message.tenant, *granted))
+        space = self._find(message.namespace, message.tenant, granted)
         if space is None:
             return [Answer(message.call, self._unknown)]
         return handle(message, space, now)

@@ -6,8 +6,17 @@ stored, and the namespaces themselves, to the owner. So a reader creates none: w
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Attach, AttachShard, Refused, RefusedKind, Request
+from kvcluster.core.spec import KVSpec
+
+
+def may_be_read(owner: Tenant, spec: KVSpec, reads: Collection[Tenant]) -> bool:
+    """Whether those who may read the KV of the tenants `reads` may read this namespace of an owner. The id of a
+    namespace is no secret: it can be computed from the spec and the tenant, for private pages too."""
+    return owner in reads and not spec.private
 
 
 def owner_of(request: Request[Attach] | Request[AttachShard]) -> Tenant | Refused:

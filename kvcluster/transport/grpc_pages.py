@@ -45,6 +45,7 @@ from kvcluster.transport.base import (
 )
 from kvcluster.transport.certificates import SHARD as SHARD_ROLE
 from kvcluster.transport.credentials import ANONYMOUS, Credentials
+from kvcluster.transport.listener import bounded
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
 from kvcluster.transport.sessions import ReadSession, ShardQuestions, WriteSession
 from kvcluster.transport.worker_exchange import (
@@ -240,7 +241,7 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         try:
             spoken = frames.version_of(data, oldest=1, newest=version)
             request = decoded(host, caller.tenant, lambda body: frames.decode_read_request(body, spoken), data)
-            deadline = Deadline.after_ms(context.time_remaining() * 1e3)
+            deadline = bounded(context.time_remaining() * 1e9)
             with ReadSession(host, caller, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_read_head(session.outcome, version)
                 for batch in session.frames(limits.FRAME_BYTES):
@@ -256,7 +257,7 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
             opening = next(messages, b"")
             spoken = frames.version_of(opening, oldest=1, newest=version)
             request = decoded(host, caller.tenant, lambda body: frames.decode_write_request(body, spoken), opening)
-            deadline = Deadline.after_ms(context.time_remaining() * 1e3)
+            deadline = bounded(context.time_remaining() * 1e9)
             with WriteSession(host, caller, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_write_head(session.outcome, version)
                 for message in messages:

@@ -79,6 +79,9 @@ from kvcluster.wire.frames import Record
 RequestT = TypeVar("RequestT", bound=SessionRequest)
 
 
+_TOO_LONG = "the exchange took until then"
+
+
 def _nothing() -> None:
     """Does nothing: for transports that cannot be stopped from outside."""
 
@@ -130,7 +133,10 @@ class ExchangeSession(Generic[RequestT]):
             raise
 
     def alive(self) -> None:
-        """The worker has shown that it is alive: renews its lease. Raises Unavailable if the lease has ended."""
+        """The worker has shown that it is alive: renews its lease. Raises Unavailable if the lease has ended, or the
+        time of the exchange is over: a worker that takes a frame now and then would keep its pages for ever."""
+        if self._deadline is not None:
+            self._deadline.check(_TOO_LONG)
         self._drive(MoveNext())
 
     def _end(self, *, for_good: bool = True) -> None:

@@ -29,8 +29,8 @@ CALL, NAMESPACE = CallId(3), NamespaceId(b"n" * 32)
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
 
 
-def find(namespace: NamespaceId, tenants: Collection[Tenant]) -> str | None:
-    return "a namespace" if namespace == NAMESPACE and OURS in tenants else None
+def find(namespace: NamespaceId, tenant: Tenant, reads: Collection[Tenant]) -> str | None:
+    return "a namespace" if namespace == NAMESPACE and OURS in (tenant, *reads) else None
 
 
 def within(request: Request[Any], space: str, now: int) -> list[Effect]:

@@ -89,6 +89,28 @@ def test_an_engine_that_still_holds_kv_of_the_weights_before_is_not_told() -> No
     assert set_weights(coordinator, "sha256:new") == ["1"]
 
 
+def test_an_engine_whose_credential_is_read_only_changes_nothing_of_another() -> None:
+    coordinator = LoneCoordinator(expected=1)
+
+    def told_read_only(info: EngineInfo) -> str:
+        asked = ours(RegisterEngine(info))
+        return coordinator.ask(Registered, lambda call: replace(asked(call), read_only=True)).weights
+
+    told(coordinator, private(ONE))
+    told_read_only(private(ONE, withdrawn=2))
+    assert set_weights(coordinator, "sha256:new") == ["1", "1"], "each is ordered for what it is itself"
+    assert told(coordinator, private(ONE, withdrawn=2)) == "", "its weights are others by now"
+    assert told_read_only(private(ONE, withdrawn=2)) == "sha256:new"
+    told_read_only(replace(ONE, name="another"))
+    assert sorted(info.name for info, _ in coordinator.ask(Engines, ours(GetEngines())).known) == ["another", "host:1"]
+
+
+def test_engines_that_are_read_only_take_no_place_of_others_within_a_quota() -> None:
+    registry = EngineRegistry(10, lambda tenant: 1)
+    assert [registry.register(OURS, info, 0, read_only=True) for info in (ONE, OTHER)] == ["", None]
+    assert [registry.register(OURS, info, 0) for info in (ONE, OTHER)] == ["", None]
+
+
 @pytest.mark.parametrize("engine", ["2", "host:2"])
 def test_one_engine_may_be_meant_by_id_or_name(engine: str) -> None:
     coordinator = LoneCoordinator(expected=1)

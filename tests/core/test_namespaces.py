@@ -57,9 +57,9 @@ def test_the_same_spec_of_two_tenants_is_two_namespaces() -> None:
 def test_a_namespace_is_found_with_its_tenant_only() -> None:
     spaces = directory()
     space = attached(spaces, spec())
-    assert spaces.find(space.id, (ALICE,)) is space
-    assert spaces.find(space.id, (BOB,)) is None
-    assert spaces.find(NamespaceId(b"?" * HASH_BYTES), (ALICE,)) is None
+    assert spaces.find(space.id, ALICE) is space
+    assert spaces.find(space.id, BOB) is None
+    assert spaces.find(NamespaceId(b"?" * HASH_BYTES), ALICE) is None
 
 
 def test_shards_speak_for_every_tenant() -> None:
@@ -97,9 +97,9 @@ def test_a_namespace_that_holds_nothing_makes_room_for_a_new_one(monkeypatch: py
     for number in range(3, 6):
         attached(spaces, spec(adapter=str(number)))
         assert len(spaces) == 4
-    assert spaces.find(bare.id, (ALICE,)) is None
-    assert spaces.find(full.id, (ALICE,)) is full
-    assert spaces.find(others.id, (BOB,)) is others, "one tenant's namespaces make no room for another's"
+    assert spaces.find(bare.id, ALICE) is None
+    assert spaces.find(full.id, ALICE) is full
+    assert spaces.find(others.id, BOB) is others, "one tenant's namespaces make no room for another's"
 
 
 def test_a_need_fits_where_each_part_lies_within_its_group_and_something_is_asked() -> None:

@@ -289,6 +289,19 @@ def test_a_condemned_page_keeps_its_bytes_for_the_readers_that_it_has() -> None:
     assert reserve(pool, 1) is not None
 
 
+def test_what_readers_keep_of_condemned_pages_is_charged_to_no_tenant() -> None:
+    """Else the floors of tenants shrink with each page that is evicted while it is read (tenant_floors.py)."""
+    pool = pool_of(2)
+    page, _ = ready(pool, 0), ready(pool, 1)
+    pool.pin([page])
+    assert pool.uncharged_bytes[Tier.RAM] == 0
+    assert not condemn_one(pool, page)
+    assert pool.uncharged_bytes[Tier.RAM] == pool.allocator.size_class(page.nbytes)
+    assert unpin_one(pool, page)
+    assert pool.uncharged_bytes[Tier.RAM] == 0
+    pool.check()
+
+
 def test_a_key_may_be_written_again_while_its_condemned_page_is_still_read() -> None:
     pool = pool_of(2)
     old = ready(pool, 0)

@@ -14,6 +14,7 @@ from kvcluster.core.messages import (
     Attached,
     AttachedShard,
     AttachShard,
+    Done,
     EndTicket,
     Explain,
     Explained,
@@ -25,9 +26,11 @@ from kvcluster.core.messages import (
     Purge,
     Refused,
     RefusedKind,
+    RenewTicket,
     Reply,
     Request,
     Reserve,
+    Siblings,
     Suspect,
     SyncTables,
     WriteGrant,
@@ -124,6 +127,35 @@ def test_private_pages_of_an_owner_are_never_granted() -> None:
     shard = LoneShard.joined()
     shard.attach(private, OURS)
     assert isinstance(said(shard, AttachShard(private, OURS)), Refused)
+
+
+def test_private_pages_of_an_owner_are_not_found_by_the_id_of_their_namespace_either() -> None:
+    """The id can be computed by whoever knows the spec, so that a reader need not attach."""
+    coordinator, shard, private = stored(), LoneShard.joined(), replace(SPEC, private=True)
+    name = private.namespace(OURS)
+    coordinator.core.state.namespaces.attach(OURS, private)
+    shard.attach(private, OURS)
+    asked = [(coordinator, PrepareLoad(attempt(1), BLOCKS, whole())), (coordinator, Explain(BLOCKS, whole()))]
+    asked += [(coordinator, Siblings()), (shard, Pin(attempt(4), shard.epoch, (key(BLOCKS[0]),), Loss.EXACT))]
+    for core, question in asked:
+        refused = said(core, question, name)
+        assert isinstance(refused, Refused) and refused.kind is RefusedKind.UNKNOWN_NAMESPACE, question
+        assert not isinstance(said(core, question, name, tenant=OURS, reads=()), Refused), question
+
+
+def test_a_ticket_ends_with_the_grant_by_which_it_was_given() -> None:
+    coordinator = stored()
+    tickets, index = coordinator.core.state.tickets, coordinator.core.state.namespaces.known(SPACE)
+    assert index is not None
+    said(coordinator, PrepareLoad(attempt(1), BLOCKS, whole()), SPACE)
+    assert said(coordinator, RenewTicket(attempt(1))) == Done()
+    said(coordinator, PrepareLoad(attempt(2), BLOCKS[:1], whole()), SPACE, tenant=OURS)
+    for _ in range(2):
+        assert said(coordinator, RenewTicket(attempt(1)), reads=()) == Done(False)
+    assert tickets.held(THEIRS) == tickets.holds.held_bytes(THEIRS) == 0
+    held = [record.held_until > 0 for block in BLOCKS if (record := index.index.get(block)) is not None]
+    assert not any(held[1:]), "what it held can be evicted at once"
+    assert said(coordinator, RenewTicket(attempt(2)), tenant=OURS, reads=()) == Done(), "the owner's own ticket stays"
 
 
 def test_tickets_and_holds_are_the_reader_s() -> None:

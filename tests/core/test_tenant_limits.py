@@ -326,7 +326,7 @@ def test_replicas_of_a_tenant_beyond_its_limit_are_not_made() -> None:
     first, second = (coordinator.voice(name) for name in "ab")
     first.join(*pages(BLOCKS[:4]))
     second.join()
-    space = coordinator.core.state.namespaces.find(coordinator.space, (OURS,))
+    space = coordinator.core.state.namespaces.find(coordinator.space, OURS)
     assert space is not None
     coordinator.core.replicator.request_copies(space, BLOCKS[0], 2)
     put(coordinator, ours=TierQuota(limit=2 * PAGE))

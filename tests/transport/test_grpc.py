@@ -34,6 +34,7 @@ from kvcluster.testing.conformance.content import (
 from kvcluster.testing.conformance.moving import fill
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
+from kvcluster.transport import listener
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.credentials import Credentials
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
@@ -227,6 +228,17 @@ def test_a_store_that_is_refused_leaves_no_thread_behind(world: World) -> None:
         if "rpc" not in thread.name:  # the server's own, which stay with it
             thread.join(BOUND_S)
             assert not thread.is_alive()
+
+
+def test_no_exchange_outlasts_its_time_whatever_its_caller_allows(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = world.open()
+    content = fill(world, transport)
+    monkeypatch.setattr(listener, "LONGEST_NS", 0)
+    with pytest.raises(Unavailable) as late:
+        read_begun(transport, content).finish()
+    assert late.value.miss.reason is MissReason.DEADLINE
 
 
 # ------------------------------------------------------------------------------------------------ credentials

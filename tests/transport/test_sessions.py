@@ -13,6 +13,7 @@ from kvcluster.core.messages import (
     Done,
     Pin,
     PinGrant,
+    Renew,
     Reply,
     Request,
     Reserve,
@@ -20,8 +21,8 @@ from kvcluster.core.messages import (
     Unpin,
     WriteGrant,
 )
-from kvcluster.core.miss import Miss
-from kvcluster.transport.base import Deadline
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from tests.transport.test_page_session import CALL, READ, SLOTS, TENANT, WRITE
@@ -70,6 +71,18 @@ def test_every_question_of_an_exchange_may_wait_until_its_deadline(kind: type, r
         session.alive()
     assert len(host.asked) == 3
     assert all(wait_s > 9_000 for _, wait_s in host.asked)
+
+
+@pytest.mark.parametrize(("kind", "request_"), [(ReadSession, READ), (WriteSession, WRITE)])
+def test_no_frame_is_moved_once_the_time_of_the_exchange_is_over(kind: type, request_: object) -> None:
+    host = RecordingHost()
+    with (
+        pytest.raises(Unavailable) as late,
+        kind(host, Caller(TENANT), request_, deadline=Deadline(0), path="grpc") as session,
+    ):
+        session.alive()
+    assert late.value.miss.reason is MissReason.DEADLINE
+    assert Renew not in [question for question, _ in host.asked]
 
 
 def test_a_store_waits_for_room_no_longer_than_its_worker() -> None:

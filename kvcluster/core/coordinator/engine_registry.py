@@ -9,6 +9,9 @@ each tenant may use its share of limits.ENGINES_BYTES.
 An engine whose weights were changed in memory has withdrawn: only an operator knows its weights now. The weights that
 the operator sets are an order to the engines that are private at that time, each for its current withdrawal and for no
 later one: an engine whose weights have changed once more since would take the name of weights that it does not have.
+
+Engines whose credential is read-only are kept apart from those that store: what one of them says of itself, under
+whatever id, changes neither what is known of another nor what that is ordered.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ RECORD_BYTES = 640
 
 _BETWEEN = b"\xff"
 """Separates texts: it occurs in no UTF-8."""
+
+_READ_ONLY = _BETWEEN
+"""Ends the key of an engine whose credential is read-only."""
 
 _FORGOTTEN_PER_STEP = 1_024
 """Silent engines that one step forgets."""
@@ -77,11 +83,12 @@ class EngineRegistry:
         """Returns the number of engines of a tenant, those included that are silent and not forgotten yet."""
         return len(self._of.get(tenant, {}))
 
-    def register(self, tenant: Tenant, info: EngineInfo, now: int) -> str | None:
+    def register(self, tenant: Tenant, info: EngineInfo, now: int, *, read_only: bool = False) -> str | None:
         """Returns the weights that this engine is to cache under, "" if no operator has set them; None if the tenant
-        has reached its share of the memory for engines, or its quota."""
+        has reached its share of the memory for engines, or its quota of such engines. `read_only`: its credential
+        is."""
         self._forget_silent(now)
-        name = info.engine.encode()
+        name = info.engine.encode() + (_READ_ONLY if read_only else b"")
         facts = (text for fact in info.facts for text in fact)
         texts = _BETWEEN.join(map(str.encode, (info.model, info.name, info.engine, info.weights, *facts)))
         before = self._of.get(tenant, {}).get(name)
@@ -89,7 +96,7 @@ class EngineRegistry:
         if more > 0 and self._shares.full(tenant, more):
             return None
         quota = self._quota(tenant)
-        if before is None and quota is not None and self.count(tenant) >= quota:
+        if before is None and quota is not None and self._alike(tenant, read_only) >= quota:
             return None
         self._shares.add(tenant, more)
         known = _Known(texts, info.private, info.withdrawn, info.ready, info.protocol, now)
@@ -115,6 +122,10 @@ class EngineRegistry:
                 known.ordered, known.ordered_for = weights, known.withdrawn
                 ordered.append(known)
         return _listed(ordered, now)
+
+    def _alike(self, tenant: Tenant, read_only: bool) -> int:
+        """Returns the number of the tenant's engines that are read-only, or that are not."""
+        return sum(name.endswith(_READ_ONLY) == read_only for name in self._of.get(tenant, {}))
 
     def _own(self, tenant: Tenant, now: int) -> list[_Known]:
         """Returns the tenant's engines in the order of a listing."""

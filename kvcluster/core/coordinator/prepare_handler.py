@@ -158,11 +158,20 @@ class PrepareHandler:
         return [Answer(request.call, Explained(tuple(fates)))]
 
     def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
-        ticket = self._state.tickets.renew((request.tenant, request.question.attempt), now)
-        space = self._state.namespaces.known(ticket.space) if ticket is not None else None
-        if ticket is not None and space is not None:
+        """Renews a ticket. One of a reader whose grant was taken back ends instead."""
+        tickets, name = self._state.tickets, (request.tenant, request.question.attempt)
+        ticket = tickets.get(name)
+        if ticket is None:
+            return [Answer(request.call, Done(False))]
+        space = self._state.namespaces.known(ticket.space)
+        if space is not None and space.tenant != request.tenant and space.tenant not in request.reads:
+            tickets.end(name)
+            self._release(ticket)
+            return [Answer(request.call, Done(False))]
+        tickets.renew(name, now)
+        if space is not None:
             space.index.renew(ticket.hashes, now, now + self._hold)
-        return [Answer(request.call, Done(ticket is not None))]
+        return [Answer(request.call, Done())]
 
     def end(self, request: Request[EndTicket], now: int) -> list[Effect]:
         ticket = self._state.tickets.end((request.tenant, request.question.attempt))

@@ -80,7 +80,8 @@ class Tombstone:
 
 class TierUse(NamedTuple):
     """The size and use of one tier of a shard. `wanted_bytes`: room in it for which readers of lower tiers are
-    waiting. `writing_bytes`: what pages that are WRITING take of it."""
+    waiting. `writing_bytes`: what pages take of it that no tenant is charged for: those that are WRITING, and those
+    that were evicted or purged and are still read."""
 
     tier: Tier
     capacity_bytes: int

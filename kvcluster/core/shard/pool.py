@@ -51,8 +51,9 @@ class PagePool:
         self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # number of pages of each part that take space
         self.lost: set[Tier] = set()
         """The tiers whose stores have failed: nothing is reserved there any more, and they are not reported."""
-        self.writing_bytes = dict.fromkeys(self.allocators, 0)
-        """What pages that are WRITING take of each tier, rounded up as it allocates."""
+        self.uncharged_bytes = dict.fromkeys(self.allocators, 0)
+        """What pages take of each tier that no tenant is charged for, rounded up as it allocates: those that are
+        WRITING, and those that are condemned, which their readers keep."""
         self.changes = 0
         """Incremented whenever a page is reserved or changes its state."""
 
@@ -86,7 +87,7 @@ class PagePool:
             TierUse(
                 *(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier)),
                 wanted_bytes=wanted_bytes if tier is STAGING else 0,
-                writing_bytes=self.writing_bytes[tier],
+                writing_bytes=self.uncharged_bytes[tier],
             )
             for tier, allocator in self.allocators.items()
             if tier is not INGEST and tier not in self.lost
@@ -237,7 +238,6 @@ class PagePool:
     def lend(self, copy: Page, sums: bytes) -> None:
         """Gives a private copy, whose bytes are complete and verified, to its one reader, until that unpins it."""
         self._act(copy, PageAction.LEND)
-        self._count_writing(copy, -1)
         assert copy.generation in self._condemned, "not a private copy"
         copy.sums = sums
         copy.pins = 1
@@ -246,12 +246,12 @@ class PagePool:
         """Makes the page READY: its bytes are complete and verified."""
         self._act(page, PageAction.COMMIT)
         page.sums = sums
-        self._count_writing(page, -1)
+        self._count_uncharged(page, -1)
 
     def abort(self, page: Page) -> None:
         """Frees a page whose writer has stopped."""
         self._act(page, PageAction.ABORT)
-        self._count_writing(page, -1)
+        self._count_uncharged(page, -1)
         if self._condemned.pop(page.generation, None) is None:
             del self._pages[page.tier][page.space, page.key]
         self._free(page)
@@ -295,6 +295,7 @@ class PagePool:
         self._act(page, PageAction.CONDEMN)
         del self._pages[page.tier][page.space, page.key]
         self._condemned[page.generation] = page
+        self._count_uncharged(page, 1)
         if not page.pins:
             self._free_condemned(page)
 
@@ -303,10 +304,10 @@ class PagePool:
         for tier, allocator in self.allocators.items():
             held = sum(allocator.size_class(page.nbytes) for page in self.everything() if page.tier is tier)
             assert held == allocator.used_bytes, f"pages hold {held}, the allocator gave {allocator.used_bytes}"
-        for tier, nbytes in self.writing_bytes.items():
-            pages = [page for page in self.everything() if page.tier is tier and page.state is PageState.WRITING]
-            written = sum(self.allocators[tier].size_class(page.nbytes) for page in pages)
-            assert written == nbytes, f"WRITING pages take {written} bytes, and {nbytes} are counted"
+        for tier, nbytes in self.uncharged_bytes.items():
+            pages = [page for page in self.everything() if page.tier is tier and page.state is not PageState.READY]
+            uncharged = sum(self.allocators[tier].size_class(page.nbytes) for page in pages)
+            assert uncharged == nbytes, f"pages that are not READY take {uncharged} bytes, and {nbytes} are counted"
         counted = sum(sum(held.values()) for held in self._held.values())
         assert counted == sum(1 for _ in self.everything()), "the number of pages by part is wrong"
         for page in self._condemned.values():
@@ -318,15 +319,16 @@ class PagePool:
         held, part = self._held.setdefault(space, {}), new.key[1:]
         held[part] = held.get(part, 0) + 1
         page = Page(space, new, offset=offset, nbytes=nbytes, generation=self._generation, tier=tier, codec=codec)
-        self.writing_bytes[tier] += self.allocators[tier].size_class(nbytes)
+        self.uncharged_bytes[tier] += self.allocators[tier].size_class(nbytes)
         return page
 
-    def _count_writing(self, page: Page, sign: int) -> None:
-        self.writing_bytes[page.tier] += sign * self.allocators[page.tier].size_class(page.nbytes)
+    def _count_uncharged(self, page: Page, sign: int) -> None:
+        self.uncharged_bytes[page.tier] += sign * self.allocators[page.tier].size_class(page.nbytes)
 
     def _free_condemned(self, page: Page) -> None:
         self._act(page, PageAction.LAST_UNPIN)
         del self._condemned[page.generation]
+        self._count_uncharged(page, -1)
         self._free(page)
 
     def _free(self, page: Page) -> None:

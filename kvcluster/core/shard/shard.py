@@ -343,7 +343,7 @@ class Shard:
             draining=self.state.draining,
             others=self.pool.others(self._pins.wanted_bytes),
             trouble="; ".join(filter(None, (self._trouble, self.warning))),
-            writing_bytes=self.pool.writing_bytes[INGEST],
+            writing_bytes=self.pool.uncharged_bytes[INGEST],
             **self._process._asdict(),
             protocol=PROTOCOL_VERSION,
             stopping=self.state.stopping,

@@ -163,7 +163,7 @@ def wrong_page_served(original: Any, self: ShardStorage, item: int, slot: Any, l
 
 
 @planted(ShardNamespaces, "find")
-def tenant_not_compared(original: Any, self: ShardNamespaces, space_id: Any, tenant: Any) -> Any:
+def tenant_not_compared(original: Any, self: ShardNamespaces, space_id: Any, tenant: Any, reads: Any = ()) -> Any:
     """A shard serves the pages of a namespace to any tenant that can name it."""
     return self.known(space_id)
 
