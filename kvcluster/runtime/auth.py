@@ -47,6 +47,7 @@ _REVOKED = re.compile(r"revoked\s+sha256:([0-9a-f]{64})")
 _GRANT = re.compile(rf"grant\s+({TENANT_NAME.pattern}|\*)\s+reads\s+({TENANT_NAME.pattern})")
 _LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+(?:({TENANT_NAME.pattern})(?:\s+(operator|read-only))?|-\s+(operator))")
 _EVERYONE = "*"
+_READ_ONLY = "read-only"
 
 
 class Tokens(NamedTuple):
@@ -164,10 +165,12 @@ def parse_tokens(text: str) -> Tokens:
                 f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', optionally with '  operator' "
                 "or '  read-only' (`kvcluster token --tenant NAME` makes one), or 'grant  <tenant>  reads  <tenant>'"
             )
+        if match[2] == _READ_ONLY:
+            raise ConfigError(f"token file, line {number}: the tenant is missing before {_READ_ONLY!r}")
         if match[1] in tenants:
             raise ConfigError(f"token file, line {number}: this token already has a line")
         tenants[match[1]] = Tenant(match[2]) if match[2] else NO_TENANT
-        if match[3] == "read-only":
+        if match[3] == _READ_ONLY:
             read_only.add(match[1])
         elif match[3] or match[4]:
             operators.add(match[1])

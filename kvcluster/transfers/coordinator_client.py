@@ -45,7 +45,8 @@ class CoordinatorPort(Protocol):
 
 
 class NothingStored(Unavailable):
-    """The tenant whose KV is read has stored nothing under a spec: a miss, of a coordinator that answers."""
+    """The tenant whose KV is read has stored nothing under a spec, or nothing may be read of it any more: a miss, of a
+    coordinator that answers."""
 
 
 def unanswered(trouble: Unavailable, detail: str) -> Unavailable:
@@ -122,6 +123,7 @@ class CoordinatorClient:
     def __init__(self, port: CoordinatorPort, owner: Tenant | None = None) -> None:
         """`owner`: the tenant whose KV is read by a grant; None for that of the credential."""
         self.owner = owner
+        self._was_granted = False
         self._port = WatchedPort(port)
         self._attached: dict[KVSpec, Attached] = {}  # each use of it is one step of the interpreter: no lock
         self._last: Deadline | None = None
@@ -133,13 +135,18 @@ class CoordinatorClient:
         known = self._attached.get(spec)
         if known is None:
             answer = self._port.ask(Attach(spec, self.owner), self._in_time(deadline))
-            if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:  # of an `owner` alone
+            if isinstance(answer, Refused) and self._finds_nothing(answer):
                 raise NothingStored(Miss(MissReason.NEVER_SEEN, answer.detail))
             known = expect(Attached, answer)
             if self.owner is not None and known.namespace != spec.namespace(self.owner):
                 raise CallerError("this cluster's release reads the KV of no other tenant: upgrade it")
-            self._attached[spec] = known
+            self._attached[spec], self._was_granted = known, True
         return known
+
+    def _finds_nothing(self, refused: Refused) -> bool:
+        """Whether an `owner` has nothing of a spec, or nothing more for this client, whose grant was taken back."""
+        taken_back = self._was_granted and refused.kind is RefusedKind.BAD
+        return self.owner is not None and (taken_back or refused.kind is RefusedKind.UNKNOWN_NAMESPACE)
 
     @property
     def read_only(self) -> bool:
