@@ -236,6 +236,7 @@ def test_engines_of_other_numbers_of_ranks_share_latents_that_are_stored_once(
     one.run()
     one.drain()
     assert sum(shard["pages"] for shard in one.client.status()["shards"]) == 8, "a page a block, whatever the ranks"
+    assert one.counts["stored_pages"] == 8
     other = bench.engine(mla, BESIDE, tensor_parallel_size=second)
     other.add("b", EIGHT, max_tokens=2)
     other.run()
@@ -256,6 +257,22 @@ def test_padded_pages_are_stored_and_loaded(bench: Bench, mla: Path, way: dict[s
         engine.run()
         engine.drain()
     assert loaded_blocks(other) == 8
+
+
+@pytest.mark.parametrize("padded", [None, 40_960], ids=["dense", "padded pages"])
+def test_latents_of_deepseeks_size_are_stored_and_loaded(bench: Bench, tmp_path: Path, padded: int | None) -> None:
+    """In bfloat16, 576 dimensions and blocks of 16 tokens: 36,864 bytes a page of two layers."""
+    folder = model_folder(tmp_path / "deepseek", MLA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    llm: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16, "enable_prefix_caching": False, "blocks": 40}
+    settings = BESIDE | ({"staging_bytes": 1 << 18} if bench.twin else {})
+    with padded_pages(padded):
+        one, other = (bench.engine(folder, settings, **llm) for _ in range(2))
+    for engine in (one, other):
+        engine.add("a", list(range(1, 4 * 16 + 2)), max_tokens=2)
+        engine.run()
+        engine.drain()
+    assert loaded_blocks(other) == 4
+    assert other.counts["loaded_bytes"] == 4 * 36_864
 
 
 def _layers_are_taken_for_one_another(patch: pytest.MonkeyPatch) -> None:
