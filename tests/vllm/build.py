@@ -16,12 +16,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, settings
+from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.registration import planned_kv
 
 BLOCK = 4
@@ -50,6 +51,16 @@ GEMMA = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "query_pre_attn_scalar": 8,
 } | _SIZES
+MLA = (
+    {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 2}
+    | _SIZES
+    | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"q_lora_rank": None, "first_k_dense_replace": 2, "num_nextn_predict_layers": 0}
+)
+LATENT = 16
+"""Dimensions of its latent, of which four are rotary."""
+
+MODELS = {"llama": LLAMA, "gemma": GEMMA, "mla": MLA}
 
 
 def model_folder(path: Path, content: dict[str, Any]) -> Path:
@@ -86,9 +97,20 @@ def engine_config(
         "max_num_seqs": 8,
         "kv_transfer_config": transfer(role, **extra or {}),
     }
-    config = EngineArgs(model=str(model), **(below | arguments)).create_engine_config()
+    given = EngineArgs(model=str(model), **(below | arguments))
+    config = given.create_engine_config()
+    if config.model_config.use_mla:  # a CPU switches off what its kernels for latents cannot do, and a GPU does not
+        config.cache_config.block_size = given.block_size
+        config.cache_config.enable_prefix_caching = given.enable_prefix_caching is not False
+        config.scheduler_config.enable_chunked_prefill = True
+        config.scheduler_config.max_num_batched_tokens = given.max_num_batched_tokens
     config.cache_config.kv_cache_layout = "LBHNC"  # what the attention backend of a CPU asks for
     return config
+
+
+def format_on_a_gpu(config: VllmConfig, spec: KVCacheSpec) -> KVFormat:
+    """What compat.kv_format finds on a GPU: toys' heads are too small for a CPU's kernels."""
+    return KVFormat(latent=isinstance(spec, MLAAttentionSpec))
 
 
 def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:

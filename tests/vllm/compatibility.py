@@ -36,6 +36,10 @@ FIELDS: dict[str, tuple[str, ...]] = {
         *("attention_chunk_size", "non_causal"),
     ),
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": ("sliding_window",),
+    "vllm.v1.kv_cache_interface:MLAAttentionSpec": (
+        *("state_content_bytes", "cache_dtype_str", "cache_role", "is_index_group_leader", "model_version"),
+        *("non_causal_multi_token_decode", "num_head_slots"),
+    ),
 }
 """What compat.py reads of vLLM's dataclasses."""
 

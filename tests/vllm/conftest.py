@@ -36,12 +36,11 @@ from kvcluster.config import ClientConfig
 from kvcluster.core.ids import Caller
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, registration
-from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, DEFAULT, Steps, watched_client
 from tests.client.conftest import settle, start  # noqa: F401
-from tests.vllm.build import GEMMA, LLAMA, engine_config, model_folder
+from tests.vllm.build import GEMMA, LLAMA, MLA, engine_config, format_on_a_gpu, model_folder
 from tests.vllm.toy import Engine, Rank
 from tests.vllm.twin_toy import TwinRank, twins
 
@@ -59,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def side_by_side() -> Iterator[None]:
     """Toy engines keep K and V of a token side by side, as GPUs do: their heads are too small for a CPU's kernels,
     which test_kv_format.py runs."""
-    with patch.object(compat, "kv_format", lambda config, spec: KVFormat()):
+    with patch.object(compat, "kv_format", format_on_a_gpu):
         yield
 
 
@@ -73,6 +72,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four layers with a window and two without."""
     return model_folder(tmp_path_factory.mktemp("models") / "gemma", GEMMA)
+
+
+@pytest.fixture(scope="session")
+def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers that keep a latent."""
+    return model_folder(tmp_path_factory.mktemp("models") / "mla", MLA)
 
 
 class Bench:

@@ -17,11 +17,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    HiddenStateCacheSpec,
     KVCacheGroupSpec,
     KVQuantMode,
     MambaSpec,
-    MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
 )
 from vllm.v1.request import Request
 
@@ -144,7 +145,8 @@ SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.
 @pytest.mark.parametrize(
     "spec",
     [
-        MLAAttentionSpec(**SHAPE | {"num_kv_heads": 1}),
+        HiddenStateCacheSpec(**SHAPE | {"num_kv_heads": 1}),
+        SlidingWindowMLASpec(**SHAPE | {"num_kv_heads": 1}, sliding_window=WINDOW),
         MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,)),
         ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=16),
         SinkFullAttentionSpec(**SHAPE),
@@ -152,7 +154,7 @@ SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.
     ids=lambda spec: type(spec).__name__,
 )
 def test_kinds_of_kv_that_are_not_reviewed_are_refused_by_name(llama: Path, spec: Any) -> None:
-    refused(llama, f"group 0 keeps {type(spec).__name__}; FullAttentionSpec", with_spec(lambda _: spec))
+    refused(llama, f"group 0 keeps {type(spec).__name__}; served are FullAttentionSpec", with_spec(lambda _: spec))
 
 
 @pytest.mark.parametrize(

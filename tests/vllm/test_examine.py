@@ -8,29 +8,9 @@ from typing import Any
 import pytest
 
 from kvcluster.engines.vllm import compat, examine, registration
-from tests.vllm.build import GEMMA, LLAMA, engine_config, kv_config, model_folder, transfer
+from tests.vllm.build import GEMMA, LATENT, LLAMA, MLA, engine_config, kv_config, model_folder, transfer
 
 QUIET = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", "4", "--max-model-len", "256")
-MLA = {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 2,
-    "num_experts_per_tok": 1,
-    "vocab_size": 256,
-    "max_position_embeddings": 1024,
-    "torch_dtype": "float32",
-}
 
 
 def found(model: Path, given: dict[str, Any] | None = None, *more: str, read: bool = False) -> dict[str, Any]:
@@ -82,9 +62,17 @@ def test_what_is_refused_is_named_as_the_connector_names_it(llama: Path, more: t
     assert [reason in line for line in one["refused"]] == [True]
 
 
-def test_latent_kv_is_refused(tmp_path: Path) -> None:
-    one = found(model_folder(tmp_path / "mla", MLA))
-    assert any("MLAAttentionSpec" in line for line in one["refused"])
+def test_latents_are_told_and_what_a_rank_holds_of_them(mla: Path) -> None:
+    one = found(mla, transfer(), "--tensor-parallel-size", "2", "--distributed-executor-backend", "mp")
+    assert (one["refused"], one["unknown"]) == ([], [])
+    assert one["layout"]["token_bytes"] == 2 * 4 * LATENT and one["layout"]["kv_format"] == "one latent of a token"
+    assert ["latents (MLA)", examine.SERVED, "stored once for all ranks, and read by each"] in one["features"]
+
+
+def test_sparse_attention_is_refused_before_anything_is_planned(tmp_path: Path) -> None:
+    one = found(model_folder(tmp_path / "sparse", MLA | {"index_topk": 2048}))
+    assert ["its attention is sparse" in line for line in one["refused"]] == [True]
+    assert one["unknown"] == []
 
 
 def test_what_the_settings_of_a_model_do_not_tell_is_not_guessed(tmp_path: Path) -> None:

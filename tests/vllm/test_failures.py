@@ -66,7 +66,7 @@ def test_with_several_groups_all_of_it_is_computed(bench: Bench, gemma: Path) ->
     assert engine.params["a"]["kvcluster"]["loaded_tokens"] == 0
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mla"])
 def test_a_rank_that_fails_later_than_the_other_came_fails_the_load_of_both(
     bench: Bench, model: str, request: pytest.FixtureRequest
 ) -> None:

@@ -80,7 +80,7 @@ def asked(engine: Engine, name: str, content: int, request: str = "a", **more: A
     return report
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mla"])
 def test_engines_that_name_different_images_alike_share_only_the_text_before_them(
     bench: Bench, model: str, name: str, request: pytest.FixtureRequest
 ) -> None:

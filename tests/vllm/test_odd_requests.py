@@ -15,7 +15,7 @@ from tests.vllm.scripted import ALWAYS, BESIDE
 from tests.vllm.toy import Engine
 
 WAYS = pytest.mark.parametrize("way", [ALWAYS, BESIDE], ids=["within the pass", "beside the passes"])
-MODELS = pytest.mark.parametrize("model", ["llama", "gemma"])
+MODELS = pytest.mark.parametrize("model", ["llama", "gemma", "mla"])
 
 
 def pair(bench: Bench, folder: Path, way: dict[str, int], **options: Any) -> tuple[Engine, Engine]:

@@ -252,7 +252,7 @@ def test_blocks_are_stored_as_they_are_filled_also_by_what_is_said(bench: Bench,
     assert [(store.first, len(store.source[0])) for store in rank.stores] == [(0, 2), (2, 3), (5, 1), (6, 1), (7, 1)]
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mla"])
 def test_where_steps_overlap_they_are_stored_when_their_last_token_is_known(
     bench: Bench, model: str, request: pytest.FixtureRequest
 ) -> None:

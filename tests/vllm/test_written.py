@@ -74,7 +74,7 @@ class Watch:
             self.shared += len(has)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", ["llama", "gemma", "mla"])
 def test_each_step_names_exactly_the_blocks_that_it_gives_to_a_new_owner(
     model: str, request: pytest.FixtureRequest
 ) -> None:

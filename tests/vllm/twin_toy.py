@@ -101,7 +101,8 @@ class TwinRank(Rank):
         self.device = Twin(machine, nbytes=nbytes + (1 << 20), pinnable=1 << 20)
         self._allocation = self.device.allocate(nbytes)
         self._memory = self._allocation.range
-        DEVICES.add(DeviceStaging(self.device, slot_bytes=4_096, slots=2))
+        block = sum(cache[0].nbytes for cache in self._plain.values())
+        DEVICES.add(DeviceStaging(self.device, slot_bytes=4_096 if block <= 4_096 else 4 * block, slots=2))
         return self._over(bytes_at(*self._memory))
 
     def _over(self, memory: memoryview) -> dict[str, torch.Tensor]:

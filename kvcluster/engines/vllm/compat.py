@@ -21,15 +21,24 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+)
 
 import kvcluster
 from kvcluster.core.groups import PREFIX, Group, Part, window
-from kvcluster.engines.vllm.kv_format import KVFormat, kv_format
+from kvcluster.engines.vllm.kv_format import KVFormat, kv_format, latent_backends
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
 """The number in a block table for a block that the engine no longer keeps, or never had."""
+
+_SERVED = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
+"""Exactly these kinds: a subclass keeps something else."""
 
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
@@ -43,9 +52,10 @@ _IRRELEVANT = """
 class Layout:
     """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds and the
     byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
-    `groups[i].layers`; `dims` are the dimensions of K and of V of one head. `kernels` names what computes KV on a GPU,
-    as (name, value), since the bits depend on it; it is empty on a CPU, whose kernels stand in `formats`.
-    `zeroes_blocks`: the engine writes new blocks before it passes the step to its workers' connectors."""
+    `groups[i].layers`; `dims` are the dimensions of K and of V of one head, or that of the latent (MLA) and 0.
+    `kernels` names what computes KV on a GPU, as (name, value), since the bits depend on it; it is empty on a CPU,
+    whose kernels stand in `formats`. `zeroes_blocks`: the engine writes new blocks before it passes the step to its
+    workers' connectors."""
 
     block_tokens: int
     groups: tuple[Group, ...]
@@ -70,10 +80,10 @@ def layout(config: Any, kv: Any) -> Layout:
         raise CallerError(f"kvcluster does not serve this engine: {trait}")
     tp = config.parallel_config.tensor_parallel_size
     rank = config.parallel_config.rank % tp
-    heads = config.model_config.get_total_num_kv_heads()
     groups, parts, names, dims, formats = [], [], [], [], []
     for of_engine in kv.kv_cache_groups:
         spec = of_engine.kv_cache_spec
+        heads = _total_heads(config, spec)
         layers = sorted(of_engine.layer_names, key=extract_layer_index)
         v_dim = spec.head_size_v if spec.head_size_v is not None else spec.head_size
         dtype = str(spec.dtype).removeprefix("torch.")
@@ -93,27 +103,48 @@ def layout(config: Any, kv: Any) -> Layout:
     return Layout(block_tokens, *of_groups, kernels, zeroes_blocks=kv.needs_kv_cache_zeroing)
 
 
+def _total_heads(config: Any, spec: Any) -> int:
+    """Returns the KV heads of the whole model: one latent stands for all of them."""
+    return 1 if isinstance(spec, MLAAttentionSpec) else int(config.model_config.get_total_num_kv_heads())
+
+
 def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int]]) -> tuple[tuple[str, str], ...]:
     """Asks vLLM, and NVIDIA's management library, but neither torch nor CUDA. vLLM keeps its current config for the
     process, so this is for the thread that starts the engine."""
-    with set_current_vllm_config(config):
-        names = [
-            get_attn_backend(
-                k_dim,
-                config.model_config.dtype,
-                config.cache_config.cache_dtype,
-                has_sliding_window=group.reuse.kind == "window",
-                num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
-            ).get_name()
-            for group, (k_dim, _) in zip(groups, dims, strict=True)
-        ]
+    names: list[str] = []
+    prefills: list[str] = []
+    for group, (k_dim, v_dim) in zip(groups, dims, strict=True):
+        if not v_dim:
+            backend, prefill = latent_backends(config, k_dim)
+            prefills.append(prefill.get_name())
+        else:
+            backend = _backend(config, k_dim, slides=group.reuse.kind == "window")
+        names.append(backend.get_name())
     capability = current_platform.get_device_capability()
     kind = device() if capability is None else f"{device()} {capability.as_version_str()}"
-    return (("device", kind), ("attention", ", ".join(dict.fromkeys(names))))
+    attention = ("device", kind), ("attention", ", ".join(dict.fromkeys(names)))
+    return (*attention, ("prefill", ", ".join(dict.fromkeys(prefills)))) if prefills else attention
+
+
+def _backend(config: Any, dim: int, *, slides: bool) -> Any:
+    with set_current_vllm_config(config):
+        return get_attn_backend(
+            dim,
+            config.model_config.dtype,
+            config.cache_config.cache_dtype,
+            has_sliding_window=slides,
+            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+        )
 
 
 def refusals(config: Any, kv: Any) -> Iterator[str]:
     """Yields what kvcluster does not serve of an engine, each with what to do if anything can be done."""
+    yield from refusals_of_settings(config)
+    yield from _refusals_of_groups(config, kv)
+
+
+def refusals_of_settings(config: Any) -> Iterator[str]:
+    """Yields the refusals that a VllmConfig alone determines, before its KV is planned."""
     parallel, cache = config.parallel_config, config.cache_config
     if parallel.pipeline_parallel_size > 1:
         yield "it uses pipeline ranks; use --tensor-parallel-size"
@@ -125,7 +156,11 @@ def refusals(config: Any, kv: Any) -> Iterator[str]:
             f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which is not cryptographic: a collision in "
             f"this engine would spread to all others; use --prefix-caching-hash-algo {_CRYPTOGRAPHIC[0]}"
         )
-    heads, tp = config.model_config.get_total_num_kv_heads(), parallel.tensor_parallel_size
+    if getattr(config.model_config.hf_text_config, "index_topk", None):
+        yield "its attention is sparse, and the indexer that chooses its tokens has a cache beside the KV"
+
+
+def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
     if not kv.kv_cache_groups:
         yield "it keeps no KV"
     sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
@@ -133,9 +168,12 @@ def refusals(config: Any, kv: Any) -> Iterator[str]:
         yield f"its groups of layers have blocks of {', '.join(map(str, sorted(sizes)))} tokens; all must have as many"
     for number, group in enumerate(kv.kv_cache_groups):
         spec = group.kv_cache_spec
-        if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-            yield f"group {number} keeps {type(spec).__name__}; FullAttentionSpec and SlidingWindowSpec are served"
+        if type(spec) not in _SERVED:
+            kinds = ", ".join(kind.__name__ for kind in _SERVED)
+            yield f"group {number} keeps {type(spec).__name__}; served are {kinds}"
             continue
+        if isinstance(spec, MLAAttentionSpec):
+            yield from _refusals_of_latents(spec, number)
         if group.is_eagle_group or not getattr(group, "enable_kv_transfer", True):
             yield f"group {number} belongs to a draft model; speculate with --speculative-config of method ngram"
         if spec.kv_quant_mode != KVQuantMode.NONE:
@@ -144,14 +182,34 @@ def refusals(config: Any, kv: Any) -> Iterator[str]:
             yield f"group {number} attends in chunks or to what follows, so that KV depends on more than its prefix"
         if getattr(spec, "tokens_per_state", 1) != 1:
             yield f"group {number} keeps {spec.tokens_per_state} tokens a state"
+        heads, tp = _total_heads(config, spec), config.parallel_config.tensor_parallel_size
         if spec.num_kv_heads * min(tp, heads) != heads and not (tp > heads and spec.num_kv_heads == 1):
             yield f"group {number} has {spec.num_kv_heads} heads a rank, where the model has {heads} for {tp} ranks"
 
 
+def _refusals_of_latents(spec: Any, number: int) -> Iterator[str]:
+    """Yields what is not served of a group that keeps latents (MLA)."""
+    if spec.state_content_bytes is not None:
+        yield (
+            f"group {number} packs a token's latent as {spec.cache_dtype_str}, {spec.state_content_bytes} bytes that "
+            "only its kernel can read; leave --kv-cache-dtype at auto"
+        )
+    if spec.cache_role != SparseCacheRole.SPARSE:
+        yield f"group {number} is the cache of an indexer, by which sparse attention chooses tokens"
+    if spec.is_index_group_leader:
+        yield f"group {number} is read by sparse attention, whose indexer has a cache beside the latents"
+    if spec.model_version is not None:
+        yield f"group {number} keeps the compressed latents of {spec.model_version}"
+    if spec.non_causal_multi_token_decode:
+        yield f"group {number} decodes several tokens at once, which see one another"
+    if spec.head_size_v or spec.num_head_slots not in (None, 1):
+        yield f"group {number} keeps {spec.num_heads} latents of a token, or values beside them"
+
+
 def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) -> list[Any]:
     """Returns the KV of group `number` in the form of `Paged.layers`, from the engine's tensors `[blocks, heads,
-    tokens, dim of K + dim of V]`, one per layer. Raises CallerError for tensors of another shape or with unknown
-    strides."""
+    tokens, dim of K + dim of V]`, one per layer; of latents, `[blocks, 1, tokens, dim]`. Raises CallerError for tensors
+    of another shape or with unknown strides."""
     k_dim, v_dim = layout.dims[number]
     out: list[Any] = []
     for name in layout.layers[number]:

@@ -77,7 +77,9 @@ def examine(
             layout = compat.layout(config, kv)
             found["layout"] = _layout(config, layout, chosen)
     except ConfigError as error:
-        found["unknown"].append(f"its KV, which only its layers will tell: {error}")
+        found["refused"] += list(compat.refusals_of_settings(config))
+        if not found["refused"]:
+            found["unknown"].append(f"its KV, which only its layers will tell: {error}")
     except Exception as error:  # of vLLM's planning
         found["unknown"].append(f"its KV, which cannot be planned before it starts: {_first_line(error)}")
     found["features"] = [list(row) for row in _features(config, layout, chosen)]
@@ -175,6 +177,8 @@ def _features(config: Any, layout: compat.Layout | None, chosen: ConnectorSettin
     cache, parallel = config.cache_config, config.parallel_config
     ranks = parallel.tensor_parallel_size
     yield "tensor parallel ranks", SERVED if ranks > 1 else UNUSED, f"{ranks}; each moves its own heads"
+    latents = layout is not None and any(of_group.latent for of_group in layout.formats)
+    yield "latents (MLA)", SERVED if latents else UNUSED, "stored once for all ranks, and read by each"
     windows = layout is not None and any(group.reuse.kind == "window" for group in layout.groups)
     yield "sliding windows", SERVED if windows else UNUSED, "only the blocks within a window are loaded"
     own = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else "off"

@@ -7,6 +7,10 @@ the BFMMLA form of "neon" pack both into tiles, which strides cannot express, an
 form a processor gets. So a test runs the kernel: it writes known numbers into one block. If the strided views of
 `Paged.vllm_cpu` do not read them back, the block's bytes are opaque: they are moved and verified like all others, never
 encoded, and shared only among engines whose kernel writes every number to the same place.
+
+MLA keeps one latent of a token for all heads, `[blocks, 1, tokens, latent dim]`, which every kernel that is served
+stores as it is. On a CPU a test runs the kernel that writes latents too, and an engine whose kernel packs them is
+refused.
 """
 
 from __future__ import annotations
@@ -17,7 +21,11 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.mla.prefill.selector import get_mla_prefill_backend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from kvcluster.core.groups import Plane
 from kvcluster.errors import CallerError
@@ -31,18 +39,26 @@ _DIGITS = 3
 @dataclass(frozen=True, slots=True)
 class KVFormat:
     """How one group of layers stores a block. `isa` is vLLM's name of the CPU kernel, "" on a GPU. `packing` names the
-    byte order of opaque blocks; "" if K and V are strided tensors."""
+    byte order of opaque blocks; "" if K and V are strided tensors. `latent`: there is one latent in place of K and
+    V."""
 
     isa: str = ""
     packing: str = ""
+    latent: bool = False
 
     def __str__(self) -> str:
         """Returns the format as text for operators."""
+        if self.latent:
+            return f"cpu {self.isa}, one latent of a token" if self.isa else "one latent of a token"
         return self.packing or (f"cpu {self.isa}, K transposed" if self.isa else "K and V of a token side by side")
 
     def planes(self, *, heads: int, block_tokens: int, dims: tuple[int, int], dtype: str) -> tuple[Plane, ...]:
-        """Returns the planes of a group whose whole model has `heads` KV heads; `dims` are those of K and of V."""
+        """Returns the planes of a group whose whole model has `heads` KV heads; `dims` are those of K and of V, or of
+        the latent and 0."""
         k_dim, v_dim = dims
+        if self.latent:
+            assert heads == 1 and v_dim == 0
+            return (Plane("latent", 1, k_dim, dtype),)
         if self.packing:
             nbytes = block_tokens * (k_dim + v_dim) * getattr(torch, dtype).itemsize
             return (Plane.opaque("kv", nbytes, heads=heads, packing=self.packing),)
@@ -59,10 +75,12 @@ class KVFormat:
         if self.packing:
             packed = self._packed(cache)
             return packed[:, 0] if (heads or cache.shape[1]) == 1 else packed
-        if self.isa:
+        if self.isa and not self.latent:
             return Paged.vllm_cpu([cache], []).layers[0]
         if cache.stride(3) != 1:
-            raise CallerError(f"strides {list(cache.stride())}: K and V of a token are not contiguous")
+            raise CallerError(f"strides {list(cache.stride())}: the KV of a token is not contiguous")
+        if self.latent:
+            return (cache.permute(0, 2, 1, 3),)
         if k_dim == v_dim:
             return Paged.vllm([cache], []).layers[0]
         return tuple(half.permute(0, 2, 1, 3) for half in (cache[..., :k_dim], cache[..., k_dim:]))
@@ -78,6 +96,8 @@ class KVFormat:
 def kv_format(config: Any, spec: Any) -> KVFormat:
     """Returns the format for a VllmConfig and one group's AttentionSpec, on the platform of this process. Raises
     CallerError if the CPU kernel cannot be run."""
+    if isinstance(spec, MLAAttentionSpec):
+        return _latent_format(config, spec) if current_platform.is_cpu() else KVFormat(latent=True)
     if not current_platform.is_cpu():
         return KVFormat()
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -97,6 +117,56 @@ def kv_format(config: Any, spec: Any) -> KVFormat:
             f"kvcluster does not serve this engine: how vLLM's attention kernel {isa!r} orders blocks is not known, "
             f"since it cannot write blocks of {spec.block_size} tokens and heads of {spec.head_size} {dtype} ({error})"
         ) from None
+
+
+def latent_backends(config: Any, head_size: int) -> tuple[Any, Any]:
+    """Returns the classes of vLLM's attention backend for MLA and of its backend for prefills, which both affect the
+    bits of KV. vLLM keeps its current config for the process, so this is for the thread that starts the engine."""
+    with set_current_vllm_config(config):
+        decode = get_attn_backend(
+            head_size,
+            config.model_config.dtype,
+            config.cache_config.cache_dtype,
+            use_mla=True,
+            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+        )
+        return decode, get_mla_prefill_backend(config)
+
+
+def _latent_format(config: Any, spec: Any) -> KVFormat:
+    decode, prefill = latent_backends(config, spec.head_size)
+    isa = f"{decode.get_name()}/{prefill.get_name()}".lower()
+    if isa.startswith("amx"):
+        torch.cpu._init_amx()  # as above
+    values = int(config.model_config.hf_text_config.kv_lora_rank)
+    latents = torch.arange(spec.block_size * spec.head_size).view(spec.block_size, spec.head_size)
+    try:
+        plain = all(
+            torch.equal(latents_of_kernel(decode, digits, values)[0, 0], digits)
+            for digits in (((latents >> 8 * digit) & 0xFF).to(spec.dtype) for digit in range(_DIGITS))
+        )
+        why = "it packs them"
+    except (RuntimeError, AttributeError) as error:  # a torch operation that refuses, or that is missing
+        plain, why = False, str(error)
+    if not plain:
+        raise CallerError(
+            f"kvcluster does not serve this engine: how vLLM's attention kernel {isa!r} orders latents of "
+            f"{spec.head_size} {spec.dtype} is not known ({why})"
+        )
+    return KVFormat(isa, latent=True)
+
+
+def latents_of_kernel(backend: Any, latents: torch.Tensor, values: int) -> torch.Tensor:
+    """Returns a cache of one block, `[1, 1, tokens, dim]`, into which a CPU backend for MLA has written `latents`,
+    `[tokens, dim]`, whose first `values` dimensions are not rotary. Raises RuntimeError for shapes that the kernel does
+    not support."""
+    current_platform.import_kernels()
+    tokens, dim = latents.shape
+    cache = torch.zeros(1, 1, tokens, dim, dtype=latents.dtype)
+    write = backend.get_impl_cls().do_kv_cache_update
+    plain, rotary = latents[:, :values], latents[:, None, values:]
+    write(None, plain, rotary, cache[:, 0], torch.arange(tokens), "auto", torch.ones(()))
+    return cache
 
 
 @lru_cache(maxsize=64)

@@ -36,7 +36,7 @@ from kvcluster.core.model_config import read_kv
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
 from kvcluster.engines.texts import canonical, error_text, process_name, settings_digest
 from kvcluster.engines.vllm.settings import ConnectorSettings
-from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.credentials import CONNECTION
@@ -362,6 +362,8 @@ def layer_specs(config: Any) -> dict[str, Any]:
     }
     specs: dict[int, Any] = {}
     for group in groups:
+        if group.planes[0].name == "latent" and not model.use_mla:
+            raise ConfigError("kv_lora_rank is set, and vLLM computes this model without its latents (MLA)")
         if group.planes[0].name == "latent":
             spec = MLAAttentionSpec(**(shape | {"num_kv_heads": 1}))
         elif group.reuse.kind == "window":

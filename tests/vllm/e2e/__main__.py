@@ -17,13 +17,20 @@ CHECKS: dict[str, Callable[[House], None]] = {
     "servers-llama": lambda one: servers.check(one, "llama"),
     "llama": lambda one: exactness.check(one, "llama"),
     "gemma": lambda one: exactness.check(one, "gemma"),
+    "mla": lambda one: exactness.check(one, "mla"),
+    "servers-mla": lambda one: servers.check(one, "mla"),
     "servers-gemma": lambda one: servers.check(one, "gemma"),
     "identity": identity.check,
     "prefill": prefill.check,
 }
 """Each has a cluster of its own, and engines that count on one core; so two are run at once, the longest first."""
 
-ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "serve": serve.check, "tenants": tenants.check}
+ALONE: dict[str, Callable[[House], None]] = {
+    "ranks": ranks.check,
+    "ranks-mla": ranks.check_latents,
+    "serve": serve.check,
+    "tenants": tenants.check,
+}
 """Two ranks need both cores, as do two engines on Serve that are timed; a further cluster takes some of one."""
 
 BY_NAME: dict[str, Callable[[House], None]] = {

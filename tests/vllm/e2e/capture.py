@@ -1,4 +1,5 @@
-"""Keeps the K and V that a clean engine's model computes, token by token, as they are given to the attention kernel.
+"""Keeps the K and V, or the latent, that a clean engine's model computes, token by token, as they are given to the
+attention kernel.
 
 It shares no code with the connector under test and does not look at the cache, so that a page that was stored can be
 held against it however the kernel orders bytes. Of one request at a time, in one process, without a cache of any kind.
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from vllm import _custom_ops
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, _get_attn_isa
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -33,16 +35,34 @@ def begin() -> None:
         update(self, layer, key, value, kv_cache, slots)
 
     CPUAttentionBackendImpl.do_kv_cache_update = capture
+    _begin_latents()
+
+
+def _begin_latents() -> None:
+    update = MLAAttention.update_kv_cache
+
+    def capture(
+        self: Any, latents: torch.Tensor, rotary: torch.Tensor, kv_cache: torch.Tensor, slots: Any, *rest: Any
+    ) -> None:
+        if slots is not None:  # there are none where vLLM finds out how much memory a step takes
+            found = _LAYER.search(self.layer_name)
+            assert found is not None
+            kept = (slots >= 0).nonzero()[:, 0]
+            both = torch.cat([latents, rotary[:, 0]], dim=1)
+            _captured.setdefault(int(found[1]), []).append(both[kept][:, None, None])
+        update(self, latents, rotary, kv_cache, slots, *rest)
+
+    MLAAttention.update_kv_cache = capture
 
 
 def take(block: int) -> dict[str, dict[int, torch.Tensor]]:
     """What one request has brought since the last time, by the model's own layer number: `tokens` as `[tokens, planes,
-    heads, dim]`, and `blocks`, the bytes that this processor's kernel makes of each full one, `[blocks, heads,
-    nbytes]`.
+    heads, dim]`, and `blocks`, the bytes that this processor's kernel makes of each full one of K and V, `[blocks,
+    heads, nbytes]`.
     """
     tokens = {layer: torch.cat(pieces) for layer, pieces in _captured.items()}
     _captured.clear()
-    return {"tokens": tokens, "blocks": {layer: _packed(kv, block) for layer, kv in tokens.items()}}
+    return {"tokens": tokens, "blocks": {layer: _packed(kv, block) for layer, kv in tokens.items() if kv.shape[1] == 2}}
 
 
 def _packed(kv: torch.Tensor, block: int) -> torch.Tensor:

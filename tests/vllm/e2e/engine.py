@@ -42,6 +42,12 @@ LLM_ARGUMENTS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "disable_log_stats": False,
 }
+OF_MODEL: dict[str, dict[str, Any]] = {
+    "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+}
+"""Where the engines of a model differ: vLLM's attention for MLA on a CPU has blocks of 16 tokens alone, and the rotary
+kernel of vLLM 0.32 misreads the tensors that MLA gives it, so that torch computes that."""
+
 ON_SERVE: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_batched_tokens": 2048,
@@ -50,7 +56,20 @@ ON_SERVE: dict[str, Any] = {
 }
 """Where replicas differ from it: longer prompts, computed whole, and the engine's own cache before the cluster's."""
 
+_FEW_BLOCKS = {"mla": 90}
+"""Of smaller blocks eight requests waste less."""
+
 JOIN_S = 60.0
+
+
+def arguments_of(model: str) -> dict[str, Any]:
+    """The arguments of vllm.LLM for the model of that name."""
+    return LLM_ARGUMENTS | OF_MODEL.get(model, {})
+
+
+def few_blocks(model: str) -> int:
+    """So few that batches are preempted."""
+    return _FEW_BLOCKS.get(model, 60)
 
 
 def transfer_config(extra: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
@@ -66,7 +85,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
     from tests.vllm.e2e import capture, mutants
 
-    arguments = LLM_ARGUMENTS | job.get("llm", {})
+    arguments = arguments_of(Path(job["model"]).name) | job.get("llm", {})
     if job.get("connector") is not None:
         arguments["kv_transfer_config"] = transfer_config(job["connector"])
     if job.get("capture"):

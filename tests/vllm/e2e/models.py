@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 TOKENS = 256
 """Token ids below it are bytes; those above end a text."""
@@ -35,12 +43,23 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-LAYERS = {"llama": 4, "gemma": 6, "deep": 40, "middling": 12}
+LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "deep": 40, "middling": 12}
 """An engine spends its time computing the last two, as do those that people run. "deep" is "llama" with more layers,
 and as exact. "middling" has usual proportions, and products so long that on some processors the order in which they are
 summed up depends on how many tokens are computed at once: an answer's last bits show what was cached of its prompt."""
 _MIDDLING = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "head_dim": 64}
 WINDOW = 64
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 0,
+    "first_k_dense_replace": LAYERS["mla"],
+}
+"""A latent of 576 values, the only one that vLLM's attention for MLA on a CPU knows; all layers dense."""
 
 
 def make_all(folder: Path) -> None:
@@ -56,9 +75,12 @@ def make_all(folder: Path) -> None:
 
 
 def make(name: str, folder: Path, seed: int) -> None:
-    """One model: all have full attention, "gemma" (Gemma 3) also layers that slide."""
+    """One model: all have full attention, "gemma" (Gemma 3) also layers that slide, "mla" (DeepSeek V3) of latents."""
     torch.manual_seed(seed)
-    if name != "gemma":
+    if name == "mla":
+        shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | _LATENT
+        DeepseekV3ForCausalLM(DeepseekV3Config(**shape, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
+    elif name != "gemma":
         shape = _SHAPE | (_MIDDLING if name == "middling" else {})
         LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
     else:

@@ -38,7 +38,7 @@ def _put(side: Any, order: LoadOrder, content: list[list[torch.Tensor]], only: C
     for views, blocks, tensors in zip(side._layers, order.into, content, strict=True):
         for number, (plane, tensor) in enumerate(zip(_planes(views), tensors, strict=True)):
             for at, block in enumerate(blocks):
-                if only(layer + number // 2, at):
+                if only(layer + number // len(views[0]), at):
                     plane[block] = tensor[at]
         layer += len(views)
 

@@ -9,7 +9,7 @@ from kvcluster.core.groups import Part
 from kvcluster.transfers.layouts import Dense
 from tests.chaos import victims
 from tests.vllm.e2e.audit import dense
-from tests.vllm.e2e.run import BLOCK, CLIENT, House, answers, differences, eventually, loaded, prompts
+from tests.vllm.e2e.run import BLOCK, CLIENT, ROUNDING, House, answers, apart, differences, eventually, loaded, prompts
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 
@@ -38,6 +38,36 @@ def check(house: House) -> None:
         f"{differences(told, right)} of {len(asked)} differ; {told[0]['report']['loaded_tokens']} tokens loaded, "
         f"for {2 * BLOCK} before it",
         not differences(told, right) and told[0]["report"]["loaded_tokens"] == 2 * BLOCK,
+    )
+
+
+def check_latents(house: House) -> None:
+    """A latent is stored once for two ranks, which both load it, and one rank loads what two have stored. Ranks add up
+    their sums in another order than one alone, so of that only the last bits may differ."""
+    asked = [prompt for prompt in prompts(12, seed=21) if len(prompt) > 4 * BLOCK][:4]
+    round_ = {"prompts": asked, "serial": True, "sampling": {"max_tokens": 16}}
+    model, connector = house.model("mla"), house.connector()
+    right = answers(house.run({"model": model, "llm": TWO, "rounds": [round_]}))
+    outcome = house.run({"model": model, "connector": connector, "llm": TWO, "rounds": [round_, round_]})
+    differ = [differences(answers(outcome, number), right) for number in (0, 1)]
+    house.table.add(
+        "latents, two ranks: stored and loaded",
+        f"{sum(differ)} of {2 * len(asked)} differ; {loaded(answers(outcome, 1))} loaded",
+        not sum(differ) and loaded(answers(outcome, 1)) == len(asked),
+    )
+
+    alone = answers(house.run({"model": model, "rounds": [round_]}))
+    outcome = house.run({"model": model, "connector": connector, "rounds": [round_]})
+    told = answers(outcome)
+    ids, most = apart(told, alone)
+    with kvcluster.connect(house.site.address, house.spec, token=house.site.token or None, config=CLIENT) as client:
+        status = client.status()
+    pages = sum(shard["pages"] for shard in status["shards"])
+    house.table.add(
+        "latents, one rank over what two have stored",
+        f"{ids} of {len(asked)} differ in an id, logprobs by {most:.0e} at most; {loaded(told)} loaded; {pages} pages "
+        f"of {status['blocks']} blocks",
+        not ids and most < ROUNDING and loaded(told) == len(asked) and pages == status["blocks"] > 0,
     )
 
 

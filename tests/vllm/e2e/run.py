@@ -194,6 +194,18 @@ def differences(mine: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any
     return sum(one["choices"] != other["choices"] for one, other in zip(mine, expected, strict=True))
 
 
+ROUNDING = 1e-3
+"""More than rounding makes of a logprob of these models, and less than any wrong page does."""
+
+
+def apart(mine: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> tuple[int, float]:
+    """Returns how many requests differ in an id, and the largest difference of two logprobs of the others."""
+    both = [(one["choices"][0], other["choices"][0]) for one, other in zip(mine, expected, strict=True)]
+    alike = [(one, other) for one, other in both if one["ids"] == other["ids"]]
+    logprobs = [abs(a - b) for one, other in alike for a, b in zip(one["logprobs"], other["logprobs"], strict=True)]
+    return len(both) - len(alike), max(logprobs, default=0.0)
+
+
 def least_distinct(outputs: Sequence[dict[str, Any]]) -> int:
     return min(len(set(choice["ids"])) for one in outputs for choice in one["choices"])
 

@@ -32,7 +32,7 @@ from kvcluster.transport.rpc import Connection
 from tests.chaos import victims
 from tests.ports import free_port
 from tests.vllm.e2e.audit import dense
-from tests.vllm.e2e.engine import ENVIRONMENT, transfer_config
+from tests.vllm.e2e.engine import ENVIRONMENT, arguments_of, few_blocks, transfer_config
 from tests.vllm.e2e.run import CLIENT, ROOT, House, answers, eventually, prompts
 from tests.vllm.e2e.told import listening
 
@@ -42,7 +42,6 @@ UP_S, ANSWER_S = 180.0, 30.0
 AT_ONCE = 8
 """At each server."""
 REQUESTS, FAULTED = 200, 100
-FEW_BLOCKS = 60
 
 
 @dataclass
@@ -78,9 +77,10 @@ class Traffic:
 
 @contextmanager
 def servers(
-    house: House, model: str, count: int = 2, role: str = "kv_both", blocks: int = FEW_BLOCKS, **connector: Any
+    house: House, model: str, count: int = 2, role: str = "kv_both", blocks: int = 0, **connector: Any
 ) -> Iterator[list[Server]]:
-    """Servers of one model over the house's cluster, ended at the end."""
+    """Servers of one model over the house's cluster, ended at the end. `blocks` is 0 for few."""
+    blocks = blocks or few_blocks(model)
     with ExitStack() as stack:
         started = [stack.enter_context(_server(house, model, role, blocks, connector)) for _ in range(count)]
         for one in started:
@@ -94,7 +94,11 @@ def _server(house: House, model: str, role: str, blocks: int, connector: dict[st
     said = house.folder / f"server-{port}.txt"
     command = [str(house.python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", house.model(model), "--served-model-name", model, "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--enforce-eager", "--block-size", "32", "--max-model-len", "1024"]
+    arguments = arguments_of(model)
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    command += ["--block-size", str(arguments["block_size"])]
+    if "compilation_config" in arguments:
+        command += ["--compilation-config", json.dumps(arguments["compilation_config"])]
     command += ["--max-num-batched-tokens", "256", "--max-num-seqs", str(AT_ONCE), "--no-enable-prefix-caching"]
     command += ["--num-gpu-blocks-override", str(blocks)]
     command += ["--kv-transfer-config", json.dumps(transfer_config(house.connector(**connector), role))]
