@@ -252,7 +252,7 @@ class Listener:
         """Ends a connection whose credential has not arrived, within the lock."""
         del self._unknown[link]
         self._ended[link] = None
-        link.shutdown()
+        link.break_off()
 
     def _pause(self) -> bool:
         """Waits before the next attempt. Returns False if the listener is being closed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,34 @@ def test_a_connection_is_ended_whose_thread_looks_at_no_deadline(
     with listening(listening_tls(tmp_path)) as (served, port), socket.create_connection((HOST, port)):
         eventually(lambda: served._links)
         eventually(lambda: not served._links, 20.0)
+
+
+def test_a_connection_is_ended_whose_peer_sends_faster_than_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket that is shut down gives on what arrives."""
+
+    def to_the_end(connected: socket.socket, *_: object) -> None:
+        connected.setblocking(True)
+        with suppress(OSError):
+            while socket.socket.recv(connected, 100):
+                pass
+        raise Unavailable(Miss(MissReason.SHARD_LOST, "it has ended"))
+
+    def flood(link: socket.socket) -> None:
+        with suppress(OSError):
+            for _ in range(20_000):
+                link.sendall(bytes(2**20))
+
+    monkeypatch.setattr(listener, "HELLO_S", 0.1)
+    monkeypatch.setattr(listener, "_LATE_S", 0.1)
+    monkeypatch.setattr(framed_socket, "handshake", to_the_end)
+    with listening(listening_tls(tmp_path)) as (served, port), socket.create_connection((HOST, port)) as link:
+        flooding = threading.Thread(target=flood, args=(link,), daemon=True)
+        flooding.start()
+        eventually(lambda: served._links)
+        eventually(lambda: not served._links, 20.0)
+        flooding.join(20.0)
 
 
 def test_threads_that_do_not_notice_their_end_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
