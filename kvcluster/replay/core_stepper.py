@@ -28,15 +28,10 @@ Build = Callable[[CallId], Any]
 
 
 def build_request(
-    question: Any,
-    tenant: Tenant,
-    namespace: NamespaceId | None = None,
-    *,
-    operator: bool = True,
-    reads: frozenset[Tenant] = frozenset(),
+    question: Any, tenant: Tenant, namespace: NamespaceId | None = None, *, operator: bool = True
 ) -> Build:
     """Returns a function that makes a Request of this question."""
-    return lambda call: Request(call, tenant, namespace, question, operator, reads=reads)
+    return lambda call: Request(call, tenant, namespace, question, operator)
 
 
 class Core(Protocol):

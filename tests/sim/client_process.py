@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcluster.core.ids import Attempt, Holder, NamespaceId, Tenant
+from kvcluster.core.ids import Attempt, Holder, NamespaceId
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError
-from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.core_stepper import Build
 from kvcluster.replay.kernel import TIMED_OUT, Clock, Process, Script
 from kvcluster.transfers.shard_health import ShardHealth
 from kvcluster.transport.base import RefusedByShard, Unavailable
@@ -92,16 +92,8 @@ class ClientProcess(Process):
 
     # ------------------------------------------------------------------------------------------- questions
 
-    def ask(
-        self,
-        question: CoordinatorQuestion,
-        tenant: Tenant,
-        give_up: int,
-        namespace: NamespaceId | None = None,
-        reads: frozenset[Tenant] = frozenset(),
-    ) -> Script:
+    def ask(self, build: Build, give_up: int) -> Script:
         """Asks the coordinator one question. Returns the reply, or None if no answer comes."""
-        build = build_request(question, tenant, namespace, reads=reads)
         promise = self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
         self._asked += 1
         number = self._asked
@@ -120,12 +112,11 @@ class ClientProcess(Process):
         reply = None
         for _ in range(4):
             if model not in self._attached:
-                attached = yield from self._attach(model, give_up)
+                attached = yield from self.ask(model.asks(Attach(model.spec, model.owner)), give_up)
                 if not isinstance(attached, Attached):
                     continue
                 self._attached[model] = attached
-            caller = model.caller
-            reply = yield from self.ask(question, caller.tenant, give_up, model.space, caller.reads)
+            reply = yield from self.ask(model.asks(question, model.space), give_up)
             if isinstance(reply, Refused) and reply.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 self._attached.pop(model, None)
             elif reply is not None or self.now() >= give_up:
@@ -134,22 +125,17 @@ class ClientProcess(Process):
 
     def end_ticket(self, model: Model, attempt: Attempt) -> None:
         """Ends a ticket without waiting for the answer. If the message is lost, the ticket ends by time."""
-        build = build_request(EndTicket(attempt), model.caller.tenant)
-        self.world.network.ask(self, self.world.coordinator_seen_by(self), build)
+        self.world.network.ask(self, self.world.coordinator_seen_by(self), model.asks(EndTicket(attempt)))
 
     def attach(self, model: Model, give_up: int) -> Script:
         """Returns the coordinator's answer to attaching the namespace; None if it cannot be asked."""
         for _ in range(2):
             if model in self._attached or self.now() >= give_up:
                 break
-            attached = yield from self._attach(model, give_up)
+            attached = yield from self.ask(model.asks(Attach(model.spec, model.owner)), give_up)
             if isinstance(attached, Attached):
                 self._attached[model] = attached
         return self._attached.get(model)
-
-    def _attach(self, model: Model, give_up: int) -> Script:
-        caller = model.caller
-        return (yield from self.ask(Attach(model.spec, model.owner), caller.tenant, give_up, reads=caller.reads))
 
     # --------------------------------------------------------------------------------------------- shards
 
@@ -157,9 +143,8 @@ class ClientProcess(Process):
         """Attaches the namespace at a shard, if it is not yet. Returns None, or the error that `open` returns."""
         if (shard, model.space) in self._attached_shards:
             return None
-        process, caller = self.world.shard_at(shard.address), model.caller
-        build = build_request(AttachShard(model.spec, model.owner), caller.tenant, reads=caller.reads)
-        promise = self.world.network.ask(self, process, build)
+        process = self.world.shard_at(shard.address)
+        promise = self.world.network.ask(self, process, model.asks(AttachShard(model.spec, model.owner)))
         reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
         if isinstance(reply, Refused):
             return LimitError(reply.detail) if model.reader is None else Unavailable(Miss(MissReason.SHARD_LOST))

@@ -11,17 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple
 
 from kvcluster.core import codecs, hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import BlockHash, Caller, Holder, NamespaceId, Tenant
-from kvcluster.core.messages import Need, PageKey
+from kvcluster.core.messages import Need, PageKey, request_of
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.memory import checksum
+from kvcluster.replay.core_stepper import Build
 
 LONGEST = 8
 """Blocks of the longest conversation."""
@@ -51,8 +52,12 @@ class Model:
     def caller(self) -> Caller:
         """Who asks about it."""
         if self.reader is None:
-            return Caller(self.tenant)
-        return Caller(self.reader, reads=frozenset({self.tenant}))
+            return Caller(self.tenant, operator=True)
+        return Caller(self.reader, operator=True, reads=frozenset({self.tenant}))
+
+    def asks(self, question: Any, namespace: NamespaceId | None = None) -> Build:
+        """Returns a function that makes the request of its caller."""
+        return partial(request_of, self.caller, namespace=namespace, question=question)
 
     @property
     def owner(self) -> Tenant | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.memory import checksum
-from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS, TIMED_OUT, Script
 from kvcluster.transfers.load_plan import LoadPlan
 from kvcluster.transfers.load_progress import LoadProgress
@@ -90,12 +89,7 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
                 world.network.ask(
                     worker,
                     world.shard_at(shard.address),
-                    build_request(
-                        Suspect(shard.epoch, keys),
-                        self._model.caller.tenant,
-                        self._model.space,
-                        reads=self._model.caller.reads,
-                    ),
+                    self._model.asks(Suspect(shard.epoch, keys), self._model.space),
                 )
             case FinishLoad(loaded, error):
                 require(error is None, f"a load ends in an error: {error!r}")

@@ -133,7 +133,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
 
     def _end_ticket(self, attempt: Attempt) -> Script:
         give_up = self._worker.now() + 300 * MS
-        yield from self._worker.ask(messages.EndTicket(attempt), self._model.tenant, give_up)
+        yield from self._worker.ask(self._model.asks(messages.EndTicket(attempt)), give_up)
         self._deliver(TicketEnded())
 
     # ----------------------------------------------------------------------------------------- exchanges

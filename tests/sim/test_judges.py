@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core.messages import Drain, Purge
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS, SECOND
 from tests.sim import content, liveness, scenario
 from tests.sim.violation import Violation
@@ -43,12 +44,12 @@ def test_a_drained_shard_may_take_what_was_committed_before_it_heard_of_a_purge(
     run_until(world, lambda: any(len(shard.core.leases) for shard in world.shards.values()))
     shard = next(shard for shard in world.shards.values() if len(shard.core.leases))
     world.told_to_go[shard.shard] = None
-    worker.start(worker.ask(Drain(shard.shard), content.RED, worker.now() + SECOND))
+    worker.start(worker.ask(build_request(Drain(shard.shard), content.RED), worker.now() + SECOND))
     member = world.coordinator.core.state.members.get(shard.shard)
     assert member is not None
     run_until(world, lambda: member.info.draining)
     assert not shard.ready
-    worker.start(worker.ask(Purge(), model.tenant, worker.now() + SECOND))
+    worker.start(worker.ask(model.asks(Purge()), worker.now() + SECOND))
     run_until(world, lambda: shard.told_to_leave)
     assert shard.ready and not shard.purged, "it was to forget these pages, and did not know"
 

@@ -89,7 +89,7 @@ class Worker(ClientProcess):
         until = self.now() + wait_ns
         while self.now() < until:
             yield None, 200 * MS
-            renewed = yield from self.ask(RenewTicket(ticket), model.tenant, self.now() + 200 * MS)
+            renewed = yield from self.ask(model.asks(RenewTicket(ticket)), self.now() + 200 * MS)
             if renewed == Done(False):
                 return
 

@@ -176,7 +176,7 @@ def _pin(world: EngineSurroundings, worker: Worker, model: Model, hashes: tuple[
 
 
 def _status(world: EngineSurroundings, worker: Worker) -> Script:
-    reply = yield from worker.ask(GetStatus(), content.RED, worker.now() + world.scenario.patience_ns)
+    reply = yield from worker.ask(build_request(GetStatus(), content.RED), worker.now() + world.scenario.patience_ns)
     world.count("status", "answered" if isinstance(reply, Status) else "no answer")
 
 
@@ -194,7 +194,7 @@ def _purge(world: EngineSurroundings, worker: Worker) -> Script:
     model, _ = conversation(world)
     weights = model.spec.weights if world.rng.random() < 0.7 else None
     purge, give_up = Purge(weights=weights), worker.now() + world.scenario.patience_ns
-    reply = yield from worker.ask(purge, model.caller.tenant, give_up)
+    reply = yield from worker.ask(model.asks(purge), give_up)
     world.count("purge", "purged" if isinstance(reply, Purged) else "no answer")
 
 
@@ -204,7 +204,9 @@ def _drain(world: EngineSurroundings, worker: Worker) -> Script:
     if len(staying) > 1:
         shard = world.rng.choice(staying)
         world.told_to_go[shard] = None
-        reply = yield from worker.ask(Drain(shard), content.RED, worker.now() + world.scenario.patience_ns)
+        reply = yield from worker.ask(
+            build_request(Drain(shard), content.RED), worker.now() + world.scenario.patience_ns
+        )
         world.count("drain", "begun" if reply == Done(True) else "not known")
 
 
