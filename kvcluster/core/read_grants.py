@@ -13,10 +13,10 @@ from kvcluster.core.messages import Attach, AttachShard, Refused, RefusedKind, R
 from kvcluster.core.spec import KVSpec
 
 
-def may_be_read(owner: Tenant, spec: KVSpec, reads: Collection[Tenant]) -> bool:
-    """Whether those who may read the KV of the tenants `reads` may read this namespace of an owner. The id of a
-    namespace is no secret: it can be computed from the spec and the tenant, for private pages too."""
-    return owner in reads and not spec.private
+def may_read(tenant: Tenant, reads: Collection[Tenant], owner: Tenant, spec: KVSpec) -> bool:
+    """Whether a tenant, who may also read the KV of the tenants `reads`, may read this namespace of an owner. The id of
+    a namespace is no secret: it can be computed from the spec and the tenant, for private pages too."""
+    return owner == tenant or (owner in reads and not spec.private)
 
 
 def owner_of(request: Request[Attach] | Request[AttachShard]) -> Tenant | Refused:

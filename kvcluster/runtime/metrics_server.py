@@ -28,7 +28,7 @@ from kvcluster.extras import install
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, OperatorFile, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
-from kvcluster.transport.byte_streams import shut_down
+from kvcluster.transport.byte_streams import break_off
 from kvcluster.transport.certificates import Certificates, accepting
 from kvcluster.transport.listener import Descriptors, first_free
 from kvcluster.transport.thread_start import start_thread
@@ -211,9 +211,9 @@ class _Server(ThreadingMixIn, TCPServer):
             if len(self._silent) >= self._most:
                 oldest = next(iter(self._silent))
                 del self._silent[oldest]
-                _end(oldest)
+                break_off(oldest)
             if len(self._until) >= 2 * self._most:
-                _end(next(iter(self._until)))  # its answer is not taken by its reader
+                break_off(next(iter(self._until)))  # its answer is not taken by its reader
             full = len(self._until) >= 4 * self._most
             self._silent[request] = None
             self._until[request] = time.monotonic() + REQUEST_S
@@ -235,7 +235,7 @@ class _Server(ThreadingMixIn, TCPServer):
         with self._lock:
             for request, until in self._until.items():
                 if now >= until:
-                    _end(request)
+                    break_off(request)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
@@ -245,12 +245,6 @@ class _Server(ThreadingMixIn, TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.info("a request for metrics failed", exc_info=True)
-
-
-def _end(request: socket.socket) -> None:
-    """Wakes the thread that reads from this connection or writes to it; that thread closes it."""
-    with suppress(OSError):
-        shut_down(request, socket.SHUT_RDWR)
 
 
 class _Handler(BaseRequestHandler):

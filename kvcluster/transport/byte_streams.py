@@ -10,6 +10,7 @@ import ctypes
 import socket
 import ssl
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 MOST_FDS = 4
@@ -141,9 +142,12 @@ def shut_down(connected: socket.socket, how: int) -> None:
     socket.socket.shutdown(connected, how)
 
 
-def disconnect(connected: socket.socket) -> None:
-    """Breaks a TCP connection off at once. One that is only shut down still gives what arrives to a thread that reads
-    without a pause, for as long as the other side sends. Does nothing to sockets of other kinds."""
+def break_off(connected: socket.socket) -> None:
+    """Ends a connection that another thread reads or writes, which notices at once and closes it; the caller knows that
+    it has not done so yet. A TCP connection that is only shut down still gives what arrives to a thread that reads
+    without a pause, for as long as the other side sends."""
+    with suppress(OSError):
+        shut_down(connected, socket.SHUT_RDWR)
     if connected.family != socket.AF_UNIX and (descriptor := connected.fileno()) >= 0:
         _LIBC.connect(descriptor, bytes(_ADDRESS_BYTES), _ADDRESS_BYTES)  # the address of no family, AF_UNSPEC
 

@@ -25,7 +25,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.byte_streams import ENDED, disconnect, shut_down, stream_of
+from kvcluster.transport.byte_streams import ENDED, break_off, shut_down, stream_of
 from kvcluster.transport.certificates import (
     CertificateNames,
     Certificates,
@@ -202,8 +202,8 @@ class FramedSocket:
 
     def break_off(self) -> None:
         """As `shutdown`, also for a thread that reads without a pause. Its caller knows that it has not been closed."""
-        self.shutdown()
-        disconnect(self._socket)
+        self._is_shut = True
+        break_off(self._socket)
 
     def shutdown_read(self) -> None:
         """Receives no more than has arrived already; sending still works. Any thread may call."""

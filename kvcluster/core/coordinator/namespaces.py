@@ -19,7 +19,7 @@ from kvcluster.core.coordinator.tenant_floors import charged
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import Need, Tier, Tombstone
-from kvcluster.core.read_grants import may_be_read
+from kvcluster.core.read_grants import may_read
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.core.tombstones import Tombstones
 
@@ -178,9 +178,7 @@ class NamespaceTable:
         """Returns the namespace of that id if it is the tenant's, or may be read by it, who may read the KV of
         `reads`."""
         space = self._spaces.get(space_id)
-        if space is None or space.tenant == tenant or may_be_read(space.tenant, space.spec, reads):
-            return space
-        return None
+        return space if space is not None and may_read(tenant, reads, space.tenant, space.spec) else None
 
     def known(self, space_id: NamespaceId) -> CoordinatorNamespace | None:
         """Returns the namespace without a tenant check, for reports of shards, which hold blocks of every tenant."""

@@ -44,6 +44,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.core.placement import run_start
+from kvcluster.core.read_grants import may_read
 from kvcluster.core.tiers import INGEST
 
 _Fate: TypeAlias = tuple[Decision, ShardAddress | None, Miss | None]
@@ -164,7 +165,7 @@ class PrepareHandler:
         if ticket is None:
             return [Answer(request.call, Done(False))]
         space = self._state.namespaces.known(ticket.space)
-        if space is not None and space.tenant != request.tenant and space.tenant not in request.reads:
+        if space is not None and not may_read(request.tenant, request.reads, space.tenant, space.spec):
             tickets.end(name)
             self._release(ticket)
             return [Answer(request.call, Done(False))]

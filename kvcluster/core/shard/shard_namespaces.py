@@ -13,7 +13,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
-from kvcluster.core.read_grants import may_be_read
+from kvcluster.core.read_grants import may_read
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.shard.page import Page
 from kvcluster.core.shard.pool import PagePool
@@ -167,9 +167,9 @@ class ShardNamespaces:
         """Returns the namespace of that id if it is the tenant's, or a shard of the cluster asks, or it may be read by
         the tenant, who may read the KV of `reads`."""
         space = self._spaces.get(space_id)
-        if space is None or tenant in (space.tenant, CLUSTER) or may_be_read(space.tenant, space.spec, reads):
+        if space is None or tenant == CLUSTER:
             return space
-        return None
+        return space if may_read(tenant, reads, space.tenant, space.spec) else None
 
     def known(self, space_id: NamespaceId) -> ShardNamespace | None:
         """Returns the namespace of any tenant, for the shard's own work; None if it is not known."""
