@@ -21,7 +21,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.device.device import NoMemory
 from kvcluster.device.snapshots import Snapshot, Snapshots
 from kvcluster.device.software_twin import Twin
-from kvcluster.engines.vllm import compat, snapshot_stores, worker
+from kvcluster.engines.vllm import kv_format, snapshot_stores, worker
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.engines.vllm.step_metadata import LoadReport, Step
@@ -236,7 +236,7 @@ def test_engines_share_where_the_same_kernels_compute(start: Start, monkeypatch:
     one, like = start(), start()
     assert dict(one.client.spec.extra)["attention"] == "CPU_ATTN"
     assert one.client.spec == like.client.spec
-    monkeypatch.setattr(compat, "get_attn_backend", lambda *given, **named: Other)
+    monkeypatch.setattr(kv_format, "get_attn_backend", lambda *given, **named: Other)
     assert start().client.spec != one.client.spec
     spec = start(settings={"share_across_devices": True}).client.spec
     assert not {"device", "attention"} & {name for name, _ in spec.extra}

@@ -16,10 +16,8 @@ from typing import Any
 import torch
 import vllm
 from huggingface_hub import snapshot_download
-from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
-from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -31,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 
 import kvcluster
 from kvcluster.core.groups import PREFIX, Group, Part, window
-from kvcluster.engines.vllm.kv_format import KVFormat, kv_format, latent_backends
+from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, kv_format, latent_backends
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
@@ -118,23 +116,12 @@ def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int
             backend, prefill = latent_backends(config, k_dim)
             prefills.append(prefill.get_name())
         else:
-            backend = _backend(config, k_dim, slides=group.reuse.kind == "window")
+            backend = attention_backend(config, k_dim, has_sliding_window=group.reuse.kind == "window")
         names.append(backend.get_name())
     capability = current_platform.get_device_capability()
     kind = device() if capability is None else f"{device()} {capability.as_version_str()}"
     attention = ("device", kind), ("attention", ", ".join(dict.fromkeys(names)))
     return (*attention, ("prefill", ", ".join(dict.fromkeys(prefills)))) if prefills else attention
-
-
-def _backend(config: Any, dim: int, *, slides: bool) -> Any:
-    with set_current_vllm_config(config):
-        return get_attn_backend(
-            dim,
-            config.model_config.dtype,
-            config.cache_config.cache_dtype,
-            has_sliding_window=slides,
-            num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
-        )
 
 
 def refusals(config: Any, kv: Any) -> Iterator[str]:

@@ -119,17 +119,24 @@ def kv_format(config: Any, spec: Any) -> KVFormat:
         ) from None
 
 
-def latent_backends(config: Any, head_size: int) -> tuple[Any, Any]:
-    """Returns the classes of vLLM's attention backend for MLA and of its backend for prefills, which both affect the
-    bits of KV. vLLM keeps its current config for the process, so this is for the thread that starts the engine."""
+def attention_backend(config: Any, head_size: int, **traits: bool) -> Any:
+    """Returns the class of vLLM's attention backend for heads of that size; `traits` as of get_attn_backend. vLLM keeps
+    its current config for the process, so this is for the thread that starts the engine."""
     with set_current_vllm_config(config):
-        decode = get_attn_backend(
+        return get_attn_backend(
             head_size,
             config.model_config.dtype,
             config.cache_config.cache_dtype,
-            use_mla=True,
             num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            **traits,
         )
+
+
+def latent_backends(config: Any, head_size: int) -> tuple[Any, Any]:
+    """Returns the classes of vLLM's attention backend for MLA and of its backend for prefills, which both affect the
+    bits of KV. For the same thread as `attention_backend`."""
+    decode = attention_backend(config, head_size, use_mla=True)
+    with set_current_vllm_config(config):
         return decode, get_mla_prefill_backend(config)
 
 
