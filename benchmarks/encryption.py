@@ -104,7 +104,8 @@ class _Side:
 
 
 def _asks(address: str, spec: kvcluster.KVSpec, config: ClientConfig, tokens: list[int], pipe: Pipe) -> None:
-    """Looks a prompt up again and again for as many seconds as it is told, and tells how often; until that is 0."""
+    """For each number of seconds that it receives from the pipe, looks a prompt up repeatedly for so long and sends
+    back how many lookups were answered. Returns at 0."""
     with kvcluster.connect(address, spec, config=config) as client:
         client.lookup(tokens)
         while seconds := pipe.recv():

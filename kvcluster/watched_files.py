@@ -79,8 +79,8 @@ class WatchedFiles(Generic[T]):
         return f"{self.why}. {self._stays}" if self.why and self._value is not None else self.why
 
     def _look(self) -> None:
-        """Reads the files if they are others than at the last look, or could not be used then: whoever replaces several
-        may have been between two of them."""
+        """Reads the files if one changed since the last look, and also if that look failed: it may have come between
+        the replacement of one file and of the next."""
         seen = self._state()
         if seen == self._seen and not self.why:
             return
@@ -88,8 +88,8 @@ class WatchedFiles(Generic[T]):
         try:
             value = self._read(before)
         except ConfigError as error:
-            told, self.why = self.why, str(error)
-            if before is not None and self.why != told:
+            previous_why, self.why = self.why, str(error)
+            if before is not None and self.why != previous_why:
                 log.error("%s", self._trouble())
             return
         if before is not None:
