@@ -78,16 +78,10 @@ class ComputePool:
         self._shares = Shares(limits.ATTENDS_WAITING)
         self._computing = 0
         self._threads: dict[threading.Thread, None] = {}
-        self._preparing = self._closed = False
-        self._started = False
+        self._started = self._closed = False
 
-    def start(self, prepare: Callable[[], object] | None = None) -> None:
-        """From now on jobs run; none before `prepare`, which runs on a thread of its own, is done: until then all are
-        declined. Raises KVClusterError if there is no room for that thread."""
-        if prepare is not None:
-            self._preparing = True
-            thread = threading.Thread(target=self._prepare, args=(prepare,), name=self._thread_name, daemon=True)
-            start_thread(thread)
+    def start(self) -> None:
+        """From now on jobs run."""
         with self._lock:
             self._started = True
             self._dispatch()
@@ -104,8 +98,6 @@ class ComputePool:
         with self._lock:
             if self._closed:
                 raise _ending()
-            if self._preparing:
-                raise ComputeBusy("this shard has just started, and cannot compute yet")
             if self._shares.full(tenant):
                 raise ComputeBusy(f"{self._shares.held(tenant)} computes of this tenant wait or are under way")
             self._shares.add(tenant)
@@ -196,13 +188,6 @@ class ComputePool:
         with self._lock:
             if job in self._waiting.get(job.tenant, ()):
                 self._remove(job, Unavailable(Miss(MissReason.DEADLINE, "it waited for a thread until then")))
-
-    def _prepare(self, prepare: Callable[[], object]) -> None:
-        be_nice(NICENESS)
-        try:
-            prepare()
-        finally:
-            self._preparing = False
 
     def _run(self) -> None:
         be_nice(NICENESS)

@@ -143,12 +143,14 @@ class ShardHost:
 
     def start(self, offers: Offers | None = None) -> None:
         """Starts the threads and the driver. `offers` are the transports that serve this shard beside gRPC, as reported
-        to clients."""
+        to clients. Before that, while nobody asks this shard anything, it imports what attention needs: an import holds
+        the interpreter's lock for long stretches, on a busy node for seconds."""
         self.core.offers = offers or self.core.offers
+        if any(offer.transport in ATTEND_PATHS for offer in self.core.offers.offers):
+            import_attention()
         for thread in dict.fromkeys(self._threads.values()):
             thread.start()
-        carries = any(offer.transport in ATTEND_PATHS for offer in self.core.offers.offers)
-        self._compute.start(import_attention if carries else None)
+        self._compute.start()
         self._driver.start()
 
     def save(self, stop_ms: int) -> PagesSaved:

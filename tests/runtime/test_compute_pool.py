@@ -214,28 +214,6 @@ def test_jobs_under_way_count_towards_a_tenants_share(callers: Callers, monkeypa
     pool.close()
 
 
-def test_a_shard_that_is_not_ready_to_compute_declines(clock: Clock) -> None:
-    pool, imported, prepared = ComputePool(1, "new", clock), threading.Event(), threading.Event()
-
-    def prepare() -> None:
-        assert imported.wait(60)
-        prepared.set()
-
-    pool.start(prepare)
-    with pytest.raises(ComputeBusy, match="just started"):
-        pool.run(A, lambda turn: 5, soon())
-    imported.set()
-
-    def served() -> bool:
-        try:
-            return pool.run(A, lambda turn: 5, soon()) == 5
-        except ComputeBusy:
-            return False
-
-    assert eventually(served) and prepared.is_set()
-    pool.close()
-
-
 # ------------------------------------------------------------------------------------------------ turns
 
 
