@@ -22,7 +22,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, settings
-from kvcluster.engines.vllm.kv_format import KVFormat
+from kvcluster.engines.vllm.kv_format import KVFormat, fp8_dtype
 from kvcluster.engines.vllm.registration import planned_kv
 
 BLOCK = 4
@@ -110,7 +110,7 @@ def engine_config(
 
 def format_on_a_gpu(config: VllmConfig, spec: KVCacheSpec) -> KVFormat:
     """What compat.kv_format finds on a GPU: toys' heads are too small for a CPU's kernels."""
-    return KVFormat(latent=isinstance(spec, MLAAttentionSpec))
+    return KVFormat(latent=isinstance(spec, MLAAttentionSpec), fp8=fp8_dtype(config, spec) or "")
 
 
 def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:

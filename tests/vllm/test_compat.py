@@ -167,7 +167,7 @@ def test_kinds_of_kv_that_are_not_reviewed_are_refused_by_name(llama: Path, spec
         ),
         ("group 0 belongs to a draft model", lambda group: [replace(group, is_eagle_group=True)]),
         ("group 1 belongs to a draft model", lambda group: [group, replace(group, enable_kv_transfer=False)]),
-        ("quantised with scales", with_spec(lambda spec: replace(spec, kv_quant_mode=KVQuantMode(1)))),
+        ("keeps KV as auto", with_spec(lambda spec: replace(spec, kv_quant_mode=KVQuantMode.NVFP4))),
         ("attends in chunks", with_spec(lambda spec: replace(spec, attention_chunk_size=16))),
         ("to what follows", with_spec(lambda spec: replace(spec, non_causal=True))),
         ("keeps 4 tokens a state", with_spec(lambda spec: replace(spec, tokens_per_state=4))),

@@ -52,7 +52,7 @@ def test_windows_ranks_and_roles_are_told(gemma: Path) -> None:
     [
         (("--prefix-caching-hash-algo", "xxhash"), "prefix_caching_hash_algo is xxhash"),
         (("--pipeline-parallel-size", "2", "--distributed-executor-backend", "mp"), "it uses pipeline ranks"),
-        (("--kv-cache-dtype", "fp8_e5m2", "--dtype", "bfloat16"), "its KV is quantised with scales of its own"),
+        (("--kv-cache-dtype", "int8_per_token_head"), "group 0 keeps KV as int8_per_token_head (INT8_PER_TOKEN_HEAD)"),
         (("--max-model-len", "100000"), "vLLM refuses this engine by itself"),
         (("--no-such-option", "1"), "of the arguments behind --: unrecognized arguments: --no-such-option 1"),
     ],

@@ -167,7 +167,7 @@ def test_a_kernel_that_orders_blocks_in_a_way_of_its_own_makes_them_opaque(witho
     real = kv_format.block_of_kernel
     kv_format._packing.cache_clear()
     try:
-        with patch.object(kv_format, "block_of_kernel", lambda isa, k, v: real(isa, k, v).flip(3)):
+        with patch.object(kv_format, "block_of_kernel", lambda *given: real(*given).flip(3)):
             found = format_of(layers_of(dtype=torch.float32))
     finally:
         kv_format._packing.cache_clear()
@@ -269,7 +269,7 @@ def orders() -> Iterator[Callable[[str], Any]]:
     def of(order: str) -> Any:
         kv_format._packing.cache_clear()
         fake = ORDERS.get(order, lambda cache: cache)
-        return patch.object(kv_format, "block_of_kernel", lambda isa, k, v: fake(real(isa, k, v)))
+        return patch.object(kv_format, "block_of_kernel", lambda *given: fake(real(*given)))
 
     yield of
     kv_format._packing.cache_clear()

@@ -21,7 +21,6 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVQuantMode,
     MLAAttentionSpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -29,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
 
 import kvcluster
 from kvcluster.core.groups import PREFIX, Group, Part, window
-from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, kv_format, latent_backends
+from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, fp8_dtype, kv_format, latent_backends
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
@@ -163,8 +162,11 @@ def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
             yield from _refusals_of_latents(spec, number)
         if group.is_eagle_group or not getattr(group, "enable_kv_transfer", True):
             yield f"group {number} belongs to a draft model; speculate with --speculative-config of method ngram"
-        if spec.kv_quant_mode != KVQuantMode.NONE:
-            yield "its KV is quantised with scales of its own; leave --kv-cache-dtype at auto"
+        if fp8_dtype(config, spec) is None:
+            yield (
+                f"group {number} keeps KV as {config.cache_config.cache_dtype} ({spec.kv_quant_mode.name}); served are "
+                "--kv-cache-dtype auto, fp8_e4m3 and fp8_e5m2"
+            )
         if getattr(spec, "attention_chunk_size", None) or getattr(spec, "non_causal", False):
             yield f"group {number} attends in chunks or to what follows, so that KV depends on more than its prefix"
         if getattr(spec, "tokens_per_state", 1) != 1:

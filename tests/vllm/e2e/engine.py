@@ -44,9 +44,11 @@ LLM_ARGUMENTS: dict[str, Any] = {
 }
 OF_MODEL: dict[str, dict[str, Any]] = {
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+    "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
 }
 """Where the engines of a model differ: vLLM's attention for MLA on a CPU has blocks of 16 tokens alone, and the rotary
-kernel of vLLM 0.32 misreads the tensors that MLA gives it, so that torch computes that."""
+kernel of vLLM 0.32 misreads the tensors that MLA gives it, so that torch computes that. The checkpoint of "e4m3" says
+by itself that its KV is in fp8."""
 
 ON_SERVE: dict[str, Any] = {
     "max_model_len": 2048,

@@ -43,7 +43,7 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "deep": 40, "middling": 12}
+LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "e4m3": 4, "e5m2": 4, "deep": 40, "middling": 12}
 """An engine spends its time computing the last two, as do those that people run. "deep" is "llama" with more layers,
 and as exact. "middling" has usual proportions, and products so long that on some processors the order in which they are
 summed up depends on how many tokens are computed at once: an answer's last bits show what was cached of its prompt."""
@@ -75,7 +75,8 @@ def make_all(folder: Path) -> None:
 
 
 def make(name: str, folder: Path, seed: int) -> None:
-    """One model: all have full attention, "gemma" (Gemma 3) also layers that slide, "mla" (DeepSeek V3) of latents."""
+    """One model: all have full attention, "gemma" (Gemma 3) also layers that slide, "mla" (DeepSeek V3) of latents.
+    Engines of "e4m3" and "e5m2" keep KV in fp8, the first with scales of its checkpoint."""
     torch.manual_seed(seed)
     if name == "mla":
         shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | _LATENT
@@ -93,12 +94,34 @@ def make(name: str, folder: Path, seed: int) -> None:
             query_pre_attn_scalar=_SHAPE["head_dim"],
         )
         Gemma3ForCausalLM(config).save_pretrained(folder)
+    if name == "e4m3":
+        _scale(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate([*alphabet, "<pad>", "<eos>"])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
+
+
+def _scale(folder: Path) -> None:
+    """Adds scales of K and of V to the checkpoint, other ones for each layer, as a calibration leaves them."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(LAYERS["e4m3"]):
+        for number, name in enumerate(("k_scale", "v_scale")):
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([0.03 + 0.01 * (2 * layer + number)])
+    save_file(tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def adapter(folder: Path, seed: int) -> None:
