@@ -77,10 +77,11 @@ class Breakeven:
             raise CallerError(f"the prefill rate must be a whole number of tokens a second, at least 1, not {rate!r}")
 
     def nbytes(self, tokens: int) -> int:
-        """Returns the bytes that a load of `tokens` tokens moves."""
+        """Returns the bytes that a load of `tokens` tokens moves at most: in groups that attend in chunks, it depends
+        on where the tokens begin."""
         spec, blocks = self.spec, self._blocks(tokens)
         return sum(
-            group.reuse.blocks_needed(blocks, spec.block_tokens) * spec.page_bytes(number, part)
+            group.reuse.most_needed(blocks, spec.block_tokens) * spec.page_bytes(number, part)
             for number, (group, part) in enumerate(zip(spec.groups, self.parts, strict=True))
             if part is not None
         )

@@ -132,8 +132,9 @@ class Plane:
 class Reuse:
     """Which blocks before a boundary a group needs in order to continue from it.
 
-    `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `last`: only the last. There are the
-    constants PREFIX and LAST, and `window(tokens)`.
+    `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `chunk`: those that hold tokens of the
+    chunk of the next token, where positions are divided into chunks of `tokens`. `last`: only the last. There are the
+    constants PREFIX and LAST, and the functions `window(tokens)` and `chunk(tokens)`.
 
         kvcluster.Group(layers=range(8), planes=[kvcluster.Plane.opaque("state", 4_096)], reuse=kvcluster.LAST)
     """
@@ -143,11 +144,11 @@ class Reuse:
 
     def __post_init__(self) -> None:
         check_text(self.kind, "the kind of a reuse")
-        if self.kind not in ("prefix", "window", "last"):
-            raise SpecError(f"reuse {self.kind!r} is not one of prefix, window, last")
-        check_number(self.tokens, 0, "the tokens of a window")
-        if (self.tokens > 0) != (self.kind == "window"):
-            raise SpecError("reuse 'window' needs its number of tokens; the others take none")
+        if self.kind not in ("prefix", "window", "chunk", "last"):
+            raise SpecError(f"reuse {self.kind!r} is not one of prefix, window, chunk, last")
+        check_number(self.tokens, 0, f"the tokens of a {self.kind}")
+        if (self.tokens > 0) != (self.kind in ("window", "chunk")):
+            raise SpecError("reuse 'window' and 'chunk' need their number of tokens; the others take none")
 
     def blocks_needed(self, boundary: int, block_tokens: int) -> int:
         """Returns the number of blocks immediately before block number `boundary` that are needed."""
@@ -155,7 +156,17 @@ class Reuse:
             return boundary
         if self.kind == "last":
             return min(boundary, 1)
-        return min(boundary, -(-(self.tokens - 1) // block_tokens))
+        if self.kind == "chunk":
+            begins = boundary * block_tokens // self.tokens * self.tokens
+            return boundary - begins // block_tokens
+        return self.most_needed(boundary, block_tokens)
+
+    def most_needed(self, boundary: int, block_tokens: int) -> int:
+        """Returns the most that `blocks_needed` is of any boundary up to that one. It never falls as boundaries grow,
+        and `blocks_needed` does where a chunk begins."""
+        if self.kind in ("window", "chunk"):
+            return min(boundary, -(-(self.tokens - 1) // block_tokens))
+        return self.blocks_needed(boundary, block_tokens)
 
 
 PREFIX = Reuse("prefix")
@@ -169,6 +180,15 @@ def window(tokens: int) -> Reuse:
         kvcluster.window(4_096).blocks_needed(boundary=1_000, block_tokens=16)       # 256
     """
     return Reuse("window", tokens)
+
+
+def chunk(tokens: int) -> Reuse:
+    """Returns the reuse rule of attention within chunks of `tokens` tokens, as of Llama 4, for a Group: a token attends
+    to those of its own chunk up to itself. Raises SpecError unless it is a number above 0.
+
+        kvcluster.chunk(8_192).blocks_needed(boundary=1_000, block_tokens=16)       # 488: tokens 8,192 to 15,999
+    """
+    return Reuse("chunk", tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +211,7 @@ class Group:
         object.__setattr__(self, "layers", as_tuple(self.layers, int, "layers"))
         object.__setattr__(self, "planes", as_tuple(self.planes, Plane, "planes"))
         if type(self.reuse) is not Reuse:
-            raise SpecError(f"reuse must be PREFIX, LAST or window(tokens), not {self.reuse!r}")
+            raise SpecError(f"reuse must be PREFIX, LAST, window(tokens) or chunk(tokens), not {self.reuse!r}")
         for layer in self.layers:
             check_number(layer, 0, "a layer number")
         if not self.layers or list(self.layers) != sorted(set(self.layers)):

@@ -2,7 +2,7 @@
 
 Settings are read from the file as it is, without the library that wrote it, so the library's defaults and aliases are
 unknown here. Only settings listed here are understood. Any other setting that affects KV is refused by name, because a
-guessed figure is worse than none: recurrent and chunked layers, layers that share KV, windows whose layers are not
+guessed figure is worse than none: recurrent layers, layers that share KV, windows and chunks whose layers are not
 named. An engine that holds the model itself reads its live settings instead, and compares them with real KV.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.core import limits
-from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Group, Plane, window
+from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Group, Plane, Reuse, chunk, window
 from kvcluster.errors import ConfigError
 
 _OTHER_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
 """The names of these settings in GPT-2 and related models."""
 
 _NOT_UNDERSTOOD = """
-    attention_chunk_size attn_config attn_layer_indices attn_layer_period block_configs block_types
+    attn_config attn_layer_indices attn_layer_period block_configs block_types
     cross_attention_layers full_attention_interval global_head_dim hybrid_override_pattern index_topk
     is_encoder_decoder kv_n_heads layers_block_type multi_query multi_query_attention n_head_kv
     new_decoder_architecture num_global_key_value_heads num_key_value_heads_per_layer num_kv_heads
@@ -36,7 +36,9 @@ _EVERY_LAYER_SLIDES = ("mistral", "mixtral", "phi3", "starcoder2")
 _UPPER_LAYERS_SLIDE = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types for which `sliding_window` alone determines which layers slide; for others `layer_types` must."""
 
-_ADD_LAYER_TYPES = "add layer_types to the file, 'full_attention' or 'sliding_attention' for each layer"
+_ADD_LAYER_TYPES = (
+    "add layer_types to the file, 'full_attention', 'sliding_attention' or 'chunked_attention' for each layer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +63,16 @@ def read_kv(config: Mapping[str, Any], dtype: str | None = None) -> ModelKV:
                 raise ConfigError(f"{name}={_short(value)} affects the KV in a way that is not supported")
     assumed: list[str] = []
     planes = _planes(text, dtype or _dtype(config, text), assumed)
-    by_window: dict[int, list[int]] = {}
+    by_reuse: dict[Reuse, list[int]] = {}
     layers = _number(text, "num_hidden_layers")
     if layers > limits.SPEC_BYTES:  # checked before a list of them is built; each takes some bytes of a spec
         raise ConfigError(
             f"num_hidden_layers={layers} exceeds the {limits.SPEC_BYTES} layers that a spec can hold at most"
         )
-    for layer, tokens in enumerate(_windows(text, layers)):
-        by_window.setdefault(tokens, []).append(layer)
-    groups = [
-        Group(tuple(alike), planes, window(tokens) if tokens else PREFIX) for tokens, alike in sorted(by_window.items())
-    ]
-    return ModelKV(tuple(groups), tuple(assumed))
+    for layer, reuse in enumerate(_reuses(text, layers)):
+        by_reuse.setdefault(reuse, []).append(layer)
+    in_order = sorted(by_reuse, key=lambda reuse: (reuse.tokens, reuse.kind))
+    return ModelKV(tuple(Group(tuple(by_reuse[reuse]), planes, reuse) for reuse in in_order), tuple(assumed))
 
 
 def _planes(text: Mapping[str, Any], dtype: str, assumed: list[str]) -> tuple[Plane, ...]:
@@ -97,40 +97,46 @@ def _planes(text: Mapping[str, Any], dtype: str, assumed: list[str]) -> tuple[Pl
     return (Plane("k", heads, dim, dtype), Plane("v", heads, v_dim, dtype))
 
 
-def _windows(text: Mapping[str, Any], layers: int) -> Sequence[int]:
-    """Returns the tokens of each layer's window; 0 for a layer with full attention."""
+def _reuses(text: Mapping[str, Any], layers: int) -> Sequence[Reuse]:
+    """Returns the reuse rule of each layer."""
     kinds = text.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
             raise ConfigError(f"layer_types must be a list with one entry for each of the {layers} layers")
-        return [_window_of(text, kind) for kind in kinds]
+        return [_reuse_of(text, kind) for kind in kinds]
+    if text.get("attention_chunk_size"):
+        raise ConfigError(f"attention_chunk_size does not say which layers attend in chunks: {_ADD_LAYER_TYPES}")
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         if text.get(name):
             raise ConfigError(
                 f"{name}={_short(text[name])} does not say which layers use a sliding window: {_ADD_LAYER_TYPES}"
             )
     if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
-        return [0] * layers
+        return [PREFIX] * layers
     tokens, model_type = _number(text, "sliding_window"), text.get("model_type")
     if model_type in _EVERY_LAYER_SLIDES:
-        return [tokens] * layers
+        return [window(tokens)] * layers
     if model_type in _UPPER_LAYERS_SLIDE:
         if text.get("use_sliding_window") is None:
-            return [0] * layers  # the default is off
+            return [PREFIX] * layers  # the default is off
         first = _number(text, "max_window_layers", least=0)
-        return [tokens if layer >= first else 0 for layer in range(layers)]
+        return [window(tokens) if layer >= first else PREFIX for layer in range(layers)]
     raise ConfigError(
         f"sliding_window={tokens} of a {_short(model_type)} does not say which layers use a sliding window: "
         f"{_ADD_LAYER_TYPES}"
     )
 
 
-def _window_of(text: Mapping[str, Any], kind: object) -> int:
+def _reuse_of(text: Mapping[str, Any], kind: object) -> Reuse:
     if kind == "full_attention":
-        return 0
+        return PREFIX
     if kind == "sliding_attention":
-        return _number(text, "sliding_window")
-    raise ConfigError(f"layer_types has {_short(kind)}; only full_attention and sliding_attention are supported")
+        return window(_number(text, "sliding_window"))
+    if kind == "chunked_attention":
+        return chunk(_number(text, "attention_chunk_size"))
+    raise ConfigError(
+        f"layer_types has {_short(kind)}; only full_attention, sliding_attention and chunked_attention are supported"
+    )
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str:

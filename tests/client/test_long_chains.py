@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.client.client import Client
 from kvcluster.core import limits
-from kvcluster.core.groups import LAST, Group, Part, Plane, window
+from kvcluster.core.groups import LAST, Group, Part, Plane, chunk, window
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import Attached, CoordinatorQuestion, PrepareLoad, PrepareStore, Reply
 from kvcluster.core.miss import Loss, Miss, MissReason
@@ -233,21 +233,23 @@ def test_a_load_of_more_pages_than_an_exchange_may_name_takes_several(
     assert sorted(named) == [2, 3, 3]
 
 
-# ------------------------------------------------------------------------- windows, and groups of last blocks
+# ----------------------------------------------------------------- windows, chunks, and groups of last blocks
 
 
-def mixed(tokens: int) -> KVSpec:
+def mixed(tokens: int, *, chunks: bool) -> KVSpec:
     planes = (Plane("k", 2, 8, "float32"),)
-    groups = (Group((0,), planes), Group((1,), planes, window(tokens)), Group((2,), planes, LAST))
+    some = chunk(tokens) if chunks else window(tokens)
+    groups = (Group((0,), planes), Group((1,), planes, some), Group((2,), planes, LAST))
     return replace(SPEC, groups=groups)
 
 
+@pytest.mark.parametrize("chunks", [False, True], ids=["windows", "chunks"])
 @pytest.mark.parametrize("seed", range(12))
-def test_the_boundary_of_windows_is_that_of_one_message(
-    monkeypatch: pytest.MonkeyPatch, start: Start, seed: int
+def test_the_boundary_of_mixed_groups_is_that_of_one_message(
+    monkeypatch: pytest.MonkeyPatch, start: Start, seed: int, chunks: bool
 ) -> None:
     rng = random.Random(seed)
-    spec, blocks = mixed(rng.choice([2, 5, 9, 17, 33])), 3 * STEP + 2
+    spec, blocks = mixed(rng.choice([2, 5, 9, 17, 33]), chunks=chunks), 3 * STEP + 2
     cluster, tokens = start(shards=2, ram_bytes="4MiB"), prompt(3 * STEP + 2, seed)
     sources = [bytearray(rng.randbytes(spec.page_bytes(group, spec.whole(group)) * blocks)) for group in range(3)]
     for group in range(3):  # each group lies there in parts, with gaps of its own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcluster.core.groups import LAST, Group, Plane, Reuse, window
+from kvcluster.core.groups import LAST, Group, Plane, Reuse, chunk, window
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
@@ -106,7 +106,7 @@ def test_blocks_within_a_window_do(cluster: MemoryCluster) -> None:
 NARROW = (Plane("k", 1, DIM, "float32"),)
 
 
-@pytest.mark.parametrize("reuse", [window(BLOCK + 1), window(2 * BLOCK + 1), LAST], ids=str)
+@pytest.mark.parametrize("reuse", [window(BLOCK + 1), window(2 * BLOCK + 1), chunk(8 * BLOCK), LAST], ids=str)
 @pytest.mark.parametrize("cached", range(1, 7))
 def test_a_window_ends_where_the_cached_prefix_ends(cluster: MemoryCluster, reuse: Reuse, cached: int) -> None:
     """A load of a longer prompt than is cached: the blocks before that boundary lie at their own ids."""

@@ -7,7 +7,7 @@ from kvcluster.core.coordinator.block_facts import CROSSOVER_TOKENS, BlockFacts,
 from kvcluster.core.coordinator.namespaces import NamespaceTable
 from kvcluster.core.coordinator.pins import PinTable
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
-from kvcluster.core.groups import LAST, PREFIX, Group, Plane, Reuse, window
+from kvcluster.core.groups import LAST, PREFIX, Group, Plane, Reuse, chunk, window
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Tier
 from kvcluster.core.spec import KVSpec
@@ -36,6 +36,7 @@ def test_at_the_crossover_attention_doubles_the_cost() -> None:
 
 
 def test_attention_reaches_no_further_than_its_window_and_recurrent_state_has_none() -> None:
+    assert recompute_cost(layered(chunk(64)), 4) == recompute_cost(layered(chunk(64)), 0), "a chunk begins"
     few, many = recompute_cost(layered(window(64)), 4), recompute_cost(layered(window(64)), 1_000)
     assert few == many > recompute_cost(layered(window(64)), 3)
     assert recompute_cost(layered(LAST), 1_000) == recompute_cost(layered(LAST), 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
-from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, Reuse, window
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, Reuse, chunk, window
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
@@ -43,7 +43,8 @@ HYBRID = spec_of(PREFIX, window(100), LAST)
 
 rates = st.integers(1, 10**13) | st.integers(1, 10**6)
 links = st.builds(LinkRate, st.integers(0, 10**12), rates)
-evens = st.builds(whole, st.sampled_from([PLAIN, HYBRID, spec_of(window(40)), spec_of(LAST)]), rates)
+specs = st.sampled_from([PLAIN, HYBRID, *(spec_of(reuse) for reuse in (window(40), chunk(40), LAST))])
+evens = st.builds(whole, specs, rates)
 blocks = st.integers(0, LONGEST // BLOCK)
 
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcluster.core.coordinator.index import PrefixIndex, PrefixMatch
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
-from kvcluster.core.groups import LAST, PREFIX, Part, Reuse, window
+from kvcluster.core.groups import LAST, PREFIX, Part, Reuse, chunk, window
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.messages import Need, Plan, Run, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
@@ -195,6 +195,13 @@ def test_a_sequence_shorter_than_the_window_needs_all_of_it() -> None:
 
 def test_a_window_of_one_token_needs_nothing_of_the_past() -> None:
     assert filled(window(1), held=["", "", ""]).find(chain(3), Need((WHOLE,))).blocks == 3
+
+
+def test_a_chunk_needs_its_own_tokens_before_the_boundary_only() -> None:
+    # Chunks of three blocks: one begins behind block 2, and needs nothing there; behind block 4 it needs 3 and 4.
+    index = filled(chunk(12), held=["", "", "", "0", "0", "", "", "0"])
+    found = [index.find(chain(blocks), Need((WHOLE,))).blocks for blocks in range(9)]
+    assert found == [0, 0, 0, 3, 4, 5, 6, 6, 6]
 
 
 def test_a_recurrent_state_needs_the_last_block_only() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.core.groups import PREFIX, Group, Plane, window
+from kvcluster.core.groups import PREFIX, Group, Plane, chunk, window
 from kvcluster.core.model_config import read_kv
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, SpecError
@@ -100,6 +100,16 @@ def test_layers_that_slide_are_a_group_of_their_own() -> None:
     types = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     groups = read_kv({**LLAMA, "num_hidden_layers": 6, "layer_types": types, "sliding_window": 1024}).groups
     assert groups == (Group((2, 5), kv(8, 128), PREFIX), Group((0, 1, 3, 4), kv(8, 128), window(1024)))
+
+
+def test_layers_that_attend_in_chunks_are_a_group_of_their_own() -> None:
+    types = ["chunked_attention", "full_attention", "sliding_attention"] * 2
+    sizes = {"sliding_window": 1024, "attention_chunk_size": 8192}
+    groups = read_kv({**LLAMA, "num_hidden_layers": 6, "layer_types": types, **sizes}).groups
+    by_layers = {(1, 4): PREFIX, (2, 5): window(1024), (0, 3): chunk(8192)}
+    assert groups == tuple(Group(layers, kv(8, 128), reuse) for layers, reuse in by_layers.items())
+    with pytest.raises(ConfigError, match="attention_chunk_size does not say which layers attend in chunks"):
+        read_kv({**LLAMA, "attention_chunk_size": 8192})
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral", "phi3", "starcoder2"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
-from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, Reuse, window
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, Reuse, chunk, window
 from kvcluster.core.ids import Tenant
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import SpecError
@@ -25,7 +25,7 @@ words = st.text("ab", min_size=1, max_size=3)
 planes = st.builds(
     Plane, st.sampled_from(["k", "v", "kv"]), st.just(1), st.integers(1, 3), st.sampled_from(["uint8", "opaque"])
 ) | st.builds(lambda nbytes, packing: Plane.opaque("kv", nbytes, packing=packing), st.integers(1, 3), words)
-reuses = st.sampled_from([PREFIX, LAST, window(1), window(2)])
+reuses = st.sampled_from([PREFIX, LAST, window(1), window(2), chunk(1), chunk(2)])
 
 
 @st.composite
@@ -93,6 +93,8 @@ VARIANTS: dict[str, tuple[KVSpec, str]] = {
     "reuse": (with_group(reuse=LAST), "layout"),
     "window": (with_group(reuse=window(4096)), "layout"),
     "other window": (with_group(reuse=window(4097)), "layout"),
+    "chunk": (with_group(reuse=chunk(4096)), "layout"),
+    "other chunk": (with_group(reuse=chunk(4097)), "layout"),
     "plane name": (with_group(planes=(K, dataclasses.replace(V, name="w"))), "layout"),
     "plane order": (with_group(planes=(V, K)), "layout"),
     "heads": (with_group(planes=tuple(dataclasses.replace(p, heads=4) for p in (K, V))), "layout"),
@@ -236,6 +238,25 @@ def test_a_window_needs_the_blocks_that_its_next_token_looks_back_at(boundary: i
     assert window(tokens).blocks_needed(boundary, block) == len({token // block for token in seen})
 
 
+@given(st.integers(0, 20), st.integers(1, 8), st.integers(1, 60))
+def test_a_chunk_needs_the_blocks_of_its_next_token_alone(boundary: int, block: int, tokens: int) -> None:
+    """Token t attends to those of its own chunk up to itself."""
+    next_token = boundary * block
+    seen = [token for token in range(next_token) if token // tokens == next_token // tokens]
+    assert chunk(tokens).blocks_needed(boundary, block) == len({token // block for token in seen})
+
+
+some_reuses = st.sampled_from([PREFIX, LAST, window(7), window(64), chunk(7), chunk(64)])
+
+
+@given(some_reuses, st.integers(0, 40), st.integers(1, 8))
+def test_the_most_that_is_needed_never_falls(reuse: Reuse, boundary: int, block: int) -> None:
+    needed = [reuse.blocks_needed(each, block) for each in range(boundary + 1)]
+    most = [reuse.most_needed(each, block) for each in range(boundary + 1)]
+    assert most == sorted(most)
+    assert max(needed) <= most[-1] <= max(needed) + (reuse.kind == "chunk"), "chunks may begin within blocks"
+
+
 @given(st.integers(0, 20), st.integers(1, 8))
 def test_a_prefix_needs_every_block_and_a_state_only_the_last(boundary: int, block: int) -> None:
     assert PREFIX.blocks_needed(boundary, block) == boundary
@@ -290,10 +311,12 @@ def grouped(*groups: Group) -> Callable[[], object]:
         (lambda: Plane("k", 2, 8, "uint8", "amx"), "plane 'k': packing 'amx' is allowed for opaque planes only"),
         (lambda: Plane.opaque("kv", 8, packing="\ud800"), "cannot be encoded as UTF-8"),
         (lambda: Plane.opaque("state", 0), "plane 'state': dim must be an integer of at least 1"),
-        (lambda: Reuse("suffix"), "reuse 'suffix' is not one of prefix, window, last"),
-        (lambda: window(0), "reuse 'window' needs its number of tokens; the others take none"),
+        (lambda: Reuse("suffix"), "reuse 'suffix' is not one of prefix, window, chunk, last"),
+        (lambda: window(0), "reuse 'window' and 'chunk' need their number of tokens; the others take none"),
+        (lambda: chunk(0), "reuse 'window' and 'chunk' need their number of tokens; the others take none"),
+        (lambda: chunk(-4), "the tokens of a chunk must be an integer of at least 0"),
         (lambda: window(-4), "the tokens of a window must be an integer of at least 0"),
-        (lambda: Reuse("prefix", 16), "reuse 'window' needs its number of tokens; the others take none"),
+        (lambda: Reuse("prefix", 16), "reuse 'window' and 'chunk' need their number of tokens; the others take none"),
         (lambda: Group((), (K,)), "distinct, ascending layer numbers, at least one"),
         (lambda: Group((1, 0), (K,)), "distinct, ascending layer numbers, at least one"),
         (lambda: Group((0, 0), (K,)), "distinct, ascending layer numbers, at least one"),

@@ -60,7 +60,18 @@ MLA = (
 LATENT = 16
 """Dimensions of its latent, of which four are rotary."""
 
-MODELS = {"llama": LLAMA, "gemma": GEMMA, "mla": MLA}
+CHUNK = 12
+"""Of the layers that attend in chunks: three blocks, so that boundaries begin, end and divide chunks."""
+
+LLAMA4 = (
+    {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "num_hidden_layers": 4}
+    | _SIZES
+    | {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]}
+    | {"attention_chunk_size": CHUNK, "moe_layers": [], "interleave_moe_layer_step": 0, "num_local_experts": 1}
+    | {"intermediate_size_mlp": 64}
+)
+
+MODELS = {"llama": LLAMA, "gemma": GEMMA, "mla": MLA, "llama4": LLAMA4}
 
 
 def model_folder(path: Path, content: dict[str, Any]) -> Path:

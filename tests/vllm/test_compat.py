@@ -15,7 +15,6 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     HiddenStateCacheSpec,
     KVCacheGroupSpec,
@@ -148,7 +147,6 @@ SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.
         HiddenStateCacheSpec(**SHAPE | {"num_kv_heads": 1}),
         SlidingWindowMLASpec(**SHAPE | {"num_kv_heads": 1}, sliding_window=WINDOW),
         MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,)),
-        ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=16),
         SinkFullAttentionSpec(**SHAPE),
     ],
     ids=lambda spec: type(spec).__name__,
@@ -168,7 +166,6 @@ def test_kinds_of_kv_that_are_not_reviewed_are_refused_by_name(llama: Path, spec
         ("group 0 belongs to a draft model", lambda group: [replace(group, is_eagle_group=True)]),
         ("group 1 belongs to a draft model", lambda group: [group, replace(group, enable_kv_transfer=False)]),
         ("keeps KV as auto", with_spec(lambda spec: replace(spec, kv_quant_mode=KVQuantMode.NVFP4))),
-        ("attends in chunks", with_spec(lambda spec: replace(spec, attention_chunk_size=16))),
         ("to what follows", with_spec(lambda spec: replace(spec, non_causal=True))),
         ("keeps 4 tokens a state", with_spec(lambda spec: replace(spec, tokens_per_state=4))),
         ("has 3 heads a rank, where the model has 2", with_spec(lambda spec: replace(spec, num_kv_heads=3))),

@@ -33,7 +33,7 @@ from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -217,6 +217,8 @@ class Rank:
     def _first_read(self, group: int, stop: int) -> int:
         """The first position that a query at `stop - 1` sees."""
         spec = self._kv.kv_cache_groups[group].kv_cache_spec
+        if isinstance(spec, ChunkedLocalAttentionSpec):
+            return (stop - 1) // spec.attention_chunk_size * spec.attention_chunk_size
         return max(0, stop - spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
     def _cells(self, name: str, group: int, request: str, start: int, stop: int) -> tuple[torch.Tensor, ...]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
+from kvcluster.core.groups import Reuse
 from kvcluster.core.messages import Tier
 from kvcluster.core.spec import KVSpec
 from kvcluster.eviction import Block, EvictionPolicy
@@ -42,9 +43,15 @@ def recompute_cost(spec: KVSpec, depth: int) -> int:
     before = depth * spec.block_tokens
     total = 0
     for group in spec.groups:
-        context = {"prefix": before, "window": min(before, group.reuse.tokens), "last": 0}[group.reuse.kind]
-        total += len(group.layers) * (CROSSOVER_TOKENS + context)
+        total += len(group.layers) * (CROSSOVER_TOKENS + _context(group.reuse, before))
     return spec.block_tokens * total * _THOUSANDTHS // CROSSOVER_TOKENS
+
+
+def _context(reuse: Reuse, before: int) -> int:
+    """Returns how many of the `before` tokens a token attends to in that group."""
+    if reuse.kind == "chunk":
+        return before % reuse.tokens
+    return {"prefix": before, "window": min(before, reuse.tokens), "last": 0}[reuse.kind]
 
 
 class BlockFacts:

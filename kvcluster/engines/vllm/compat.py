@@ -20,6 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
@@ -27,14 +28,14 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvcluster
-from kvcluster.core.groups import PREFIX, Group, Part, window
+from kvcluster.core.groups import PREFIX, Group, Part, Reuse, chunk, window
 from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, fp8_dtype, kv_format, latent_backends
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
 """The number in a block table for a block that the engine no longer keeps, or never had."""
 
-_SERVED = (FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec)
+_SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec)
 """Exactly these kinds: a subclass keeps something else."""
 
 _CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
@@ -86,8 +87,7 @@ def layout(config: Any, kv: Any) -> Layout:
         dtype = str(spec.dtype).removeprefix("torch.")
         of_kernel, of_head = kv_format(config, spec), (spec.head_size, v_dim)
         planes = of_kernel.planes(heads=heads, block_tokens=spec.block_size, dims=of_head, dtype=dtype)
-        slides = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        group = Group(tuple(extract_layer_index(name) for name in layers), planes, window(slides) if slides else PREFIX)
+        group = Group(tuple(extract_layer_index(name) for name in layers), planes, _reuse(spec))
         first = rank * heads // tp  # with more ranks than heads, neighbouring ranks hold the same head
         groups.append(group)
         parts.append(Part(0, len(layers), first, first + spec.num_kv_heads))
@@ -98,6 +98,16 @@ def layout(config: Any, kv: Any) -> Layout:
     kernels = _kernels(config, groups, dims) if device() != "cpu" else ()
     of_groups = tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats)
     return Layout(block_tokens, *of_groups, kernels, zeroes_blocks=kv.needs_kv_cache_zeroing)
+
+
+def _reuse(spec: Any) -> Reuse:
+    """Returns which blocks a group's engine keeps before a boundary. Where vLLM keeps all blocks of layers that slide
+    or attend in chunks (`--disable-hybrid-kv-cache-manager`), their spec is that of full attention."""
+    if isinstance(spec, SlidingWindowSpec):
+        return window(spec.sliding_window)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return chunk(spec.attention_chunk_size)
+    return PREFIX
 
 
 def _total_heads(config: Any, spec: Any) -> int:
@@ -167,8 +177,8 @@ def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
                 f"group {number} keeps KV as {config.cache_config.cache_dtype} ({spec.kv_quant_mode.name}); served are "
                 "--kv-cache-dtype auto, fp8_e4m3 and fp8_e5m2"
             )
-        if getattr(spec, "attention_chunk_size", None) or getattr(spec, "non_causal", False):
-            yield f"group {number} attends in chunks or to what follows, so that KV depends on more than its prefix"
+        if getattr(spec, "non_causal", False):
+            yield f"group {number} attends to what follows, so that KV depends on more than its prefix"
         if getattr(spec, "tokens_per_state", 1) != 1:
             yield f"group {number} keeps {spec.tokens_per_state} tokens a state"
         heads, tp = _total_heads(config, spec), config.parallel_config.tensor_parallel_size
@@ -448,5 +458,5 @@ def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
 
 
 def _named(group: Group) -> str:
-    slides = f" with a window of {group.reuse.tokens}" if group.reuse.kind == "window" else ""
-    return f"{len(group.layers)} layers{slides}"
+    keeps = {"window": "with a window", "chunk": "in chunks"}.get(group.reuse.kind)
+    return f"{len(group.layers)} layers" + (f" {keeps} of {group.reuse.tokens}" if keeps else "")

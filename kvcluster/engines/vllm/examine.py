@@ -179,8 +179,10 @@ def _features(config: Any, layout: compat.Layout | None, chosen: ConnectorSettin
     yield "tensor parallel ranks", SERVED if ranks > 1 else UNUSED, f"{ranks}; each moves its own heads"
     latents = layout is not None and any(of_group.latent for of_group in layout.formats)
     yield "latents (MLA)", SERVED if latents else UNUSED, "stored once for all ranks, and read by each"
-    windows = layout is not None and any(group.reuse.kind == "window" for group in layout.groups)
+    kinds_of_reuse = set() if layout is None else {group.reuse.kind for group in layout.groups}
+    windows, chunks = "window" in kinds_of_reuse, "chunk" in kinds_of_reuse
     yield "sliding windows", SERVED if windows else UNUSED, "only the blocks within a window are loaded"
+    yield "chunked attention", SERVED if chunks else UNUSED, "only the blocks of the current chunk are loaded"
     own = cache.prefix_caching_hash_algo if cache.enable_prefix_caching else "off"
     yield "vLLM's own prefix cache", SERVED, f"{own}; it is asked first, and the cluster for what it lacks"
     yield "PYTHONHASHSEED", UNUSED, "blocks are hashed by kvcluster itself, equally in every process"

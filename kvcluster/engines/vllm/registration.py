@@ -23,7 +23,13 @@ from typing import Any
 
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.weights as weights
@@ -368,6 +374,8 @@ def layer_specs(config: Any) -> dict[str, Any]:
             spec = MLAAttentionSpec(**(shape | {"num_kv_heads": 1}))
         elif group.reuse.kind == "window":
             spec = SlidingWindowSpec(**shape, sliding_window=group.reuse.tokens)
+        elif group.reuse.kind == "chunk":
+            spec = ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.reuse.tokens)
         else:
             spec = FullAttentionSpec(**shape)
         specs |= dict.fromkeys(group.layers, spec)

@@ -124,6 +124,10 @@ def needed(spec: KVSpec, group: int, boundary: int) -> int:
     reuse = spec.groups[group].reuse
     if reuse.kind == "prefix":
         return boundary
+    if reuse.kind == "chunk":  # counted token by token
+        following = boundary * spec.block_tokens
+        own = [at for at in range(following) if at // reuse.tokens == following // reuse.tokens]
+        return len({at // spec.block_tokens for at in own})
     least = 1 if reuse.kind == "last" else (reuse.tokens - 1 + spec.block_tokens - 1) // spec.block_tokens
     return min(boundary, least)
 

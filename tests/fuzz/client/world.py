@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcluster.client.client import Client
-from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, window
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, chunk, window
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import Miss, MissReason
@@ -287,7 +287,7 @@ def drawn_spec(rng: Random, number: int, *, coded: bool) -> KVSpec:
         reuse = (
             PREFIX
             if index == 0 and rng.random() < 0.7
-            else rng.choice([PREFIX, LAST, window(rng.randint(1, 4 * tokens))])
+            else rng.choice([PREFIX, LAST, window(rng.randint(1, 4 * tokens)), chunk(rng.randint(1, 4 * tokens))])
         )
         groups.append(Group(tuple(range(first, first + layers)), tuple(planes), reuse))
         first += layers

@@ -22,6 +22,8 @@ CHECKS: dict[str, Callable[[House], None]] = {
     "e5m2": lambda one: exactness.check(one, "e5m2"),
     "servers-mla": lambda one: servers.check(one, "mla"),
     "servers-e4m3": lambda one: servers.check(one, "e4m3"),
+    "chunks": lambda one: exactness.check(one, "chunks"),
+    "sinks": lambda one: exactness.check(one, "sinks"),
     "servers-gemma": lambda one: servers.check(one, "gemma"),
     "identity": identity.check,
     "prefill": prefill.check,

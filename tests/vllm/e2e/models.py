@@ -20,6 +20,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -43,7 +47,7 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "e4m3": 4, "e5m2": 4, "deep": 40, "middling": 12}
+LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "e4m3": 4, "e5m2": 4, "chunks": 4, "sinks": 4, "deep": 40, "middling": 12}
 """An engine spends its time computing the last two, as do those that people run. "deep" is "llama" with more layers,
 and as exact. "middling" has usual proportions, and products so long that on some processors the order in which they are
 summed up depends on how many tokens are computed at once: an answer's last bits show what was cached of its prompt."""
@@ -62,6 +66,26 @@ _LATENT: dict[str, Any] = {
 """A latent of 576 values, the only one that vLLM's attention for MLA on a CPU knows; all layers dense."""
 
 
+_CHUNKS: dict[str, Any] = {
+    "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
+    "no_rope_layers": [1, 1, 1, 0],
+    "attention_chunk_size": 3 * WINDOW // 2,
+    "moe_layers": [],
+    "interleave_moe_layer_step": 0,
+    "num_local_experts": 1,
+    "intermediate_size_mlp": 512,
+}
+"""Chunks of three blocks; all layers dense."""
+
+_SINKS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": WINDOW,
+    "intermediate_size": 256,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
 def make_all(folder: Path) -> None:
     """Every model and adapter, each in a folder of its own; what is there stays."""
     for name in LAYERS:
@@ -75,12 +99,20 @@ def make_all(folder: Path) -> None:
 
 
 def make(name: str, folder: Path, seed: int) -> None:
-    """One model: all have full attention, "gemma" (Gemma 3) also layers that slide, "mla" (DeepSeek V3) of latents.
-    Engines of "e4m3" and "e5m2" keep KV in fp8, the first with scales of its checkpoint."""
+    """One model: all have full attention, "gemma" (Gemma 3) also layers that slide, "mla" (DeepSeek V3) of latents,
+    "chunks" (Llama 4) layers that attend in chunks, and "sinks" (gpt-oss) layers that slide, all with sinks. Engines of
+    "e4m3" and "e5m2" keep KV in fp8, the first with scales of its checkpoint."""
     torch.manual_seed(seed)
     if name == "mla":
         shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | _LATENT
         DeepseekV3ForCausalLM(DeepseekV3Config(**shape, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
+    elif name == "chunks":
+        Llama4ForCausalLM(Llama4TextConfig(**_SHAPE | _CHUNKS, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
+    elif name == "sinks":
+        made = GptOssForCausalLM(GptOssConfig(**_SHAPE | _SINKS, num_hidden_layers=LAYERS[name]))
+        for layer in made.model.layers:
+            torch.nn.init.normal_(layer.self_attn.sinks)
+        made.save_pretrained(folder)
     elif name != "gemma":
         shape = _SHAPE | (_MIDDLING if name == "middling" else {})
         LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
