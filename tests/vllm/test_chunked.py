@@ -27,6 +27,8 @@ from tests.vllm.conftest import Bench
 from tests.vllm.scripted import BESIDE
 from tests.vllm.toy import Engine
 
+pytestmark = pytest.mark.usefixtures("stores_have_their_time")
+
 PLANES = tuple(Plane(name, 2, 8, "float32") for name in ("k", "v"))
 PAGE = 2 * 2 * BLOCK * 2 * 8 * 4
 """Layers of a group, K and V, tokens, heads, dimensions, bytes of a number."""

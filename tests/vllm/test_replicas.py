@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core.ids import Caller, ShardId, Tenant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm import registration, stores
+from kvcluster.engines.vllm import registration
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Dense
 from kvcluster.transport.base import Unavailable
@@ -33,10 +33,7 @@ SIX = prompt(6, block_tokens=BLOCK, rest=2)
 LOST = Miss(MissReason.SHARD_LOST, "gone")
 
 
-@pytest.fixture(autouse=True)
-def stores_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine would drop stores of blocks that leave their window: that is right, and another test's claim."""
-    monkeypatch.setattr(stores, "_GRACE_NS", 10 * 10**9)
+pytestmark = pytest.mark.usefixtures("stores_have_their_time")
 
 
 def audit(cluster: MemoryCluster, engine: Engine, tenant: str = "default") -> int:
@@ -306,3 +303,21 @@ def _play(rng: random.Random, engines: list[Engine]) -> None:
             engine.step()
             if rng.random() < 0.3:
                 engine.wait_idle()
+
+
+# --------------------------------------------------------------------------------------------- data parallel ranks
+
+
+def test_data_parallel_ranks_share_like_any_replicas(bench: Bench, llama: Path) -> None:
+    """With one another, and with an engine that has no such ranks."""
+    engines = [bench.engine(llama, ALWAYS, data_parallel_size=2) for _ in range(2)] + [bench.engine(llama, ALWAYS)]
+    for number, engine in enumerate(engines[:2]):
+        for config in (engine.config, *(rank.config for rank in engine.ranks)):
+            config.parallel_config.data_parallel_rank = number
+    assert len({engine.client.spec for engine in engines}) == 1
+    for number, engine in enumerate(engines):
+        engine.add(f"of {number}", SIX, max_tokens=4)
+        engine.run()
+        engine.drain()
+        assert engine.counts["loads"] == min(number, 1)
+    audit(bench.cluster, engines[-1])

@@ -66,7 +66,11 @@ def _swap_blocks(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) 
 
 
 def _change_element(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
-    side._layers[0][0][0][order.into[0][-1]][0, 0, 0] += 1e-3
+    element = side._layers[0][0][0][order.into[0][-1]][0, 0, 0]
+    if element.element_size() == 1:  # fp8, in which torch does not add
+        element.view(torch.uint8).bitwise_xor_(1)
+    else:
+        element += 1e-3
 
 
 _HARMS = dict(zip(names.LOADS, (_skip_load, _skip_last_block, _skip_layer, _swap_blocks, _change_element), strict=True))
