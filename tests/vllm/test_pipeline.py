@@ -196,6 +196,26 @@ def test_operators_are_told_of_both_kinds_of_ranks(folders: dict[str, Path], mod
     assert facts["ranks"] == "4: 2 pipeline of 2 tensor parallel"
 
 
+def test_pipeline_ranks_of_which_vllm_returns_only_the_last_ones_outputs_are_refused(folders: dict[str, Path]) -> None:
+    config = engine_config(folders["llama"], **sizes(2, 1))
+    assert not list(compat.refusals_of_settings(config))
+    config.parallel_config.distributed_executor_backend = "ray"
+    assert list(compat.refusals_of_settings(config)) == [
+        "it has pipeline ranks and --distributed-executor-backend ray; only mp is served with them"
+    ]
+
+
+def test_pipeline_ranks_that_speculate_are_refused(folders: dict[str, Path]) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    config = engine_config(folders["llama"], speculative_config=ngram)
+    assert not list(compat.refusals_of_settings(config))
+    config = engine_config(folders["llama"], **sizes(2, 1))
+    config.speculative_config = engine_config(folders["llama"], speculative_config=ngram).speculative_config
+    assert list(compat.refusals_of_settings(config)) == [
+        "it has pipeline ranks and speculative decoding; leave out --speculative-config"
+    ]
+
+
 def test_two_context_parallel_ranks_are_refused_whatever_others_there_are(folders: dict[str, Path]) -> None:
     config = engine_config(folders["llama"], **sizes(2, 2))
     config.parallel_config.decode_context_parallel_size = 2

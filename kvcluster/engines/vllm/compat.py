@@ -141,7 +141,7 @@ def refusals_of_settings(config: Any) -> Iterator[str]:
     """Yields the refusals that a VllmConfig alone determines, before its KV is planned."""
     parallel, cache = config.parallel_config, config.cache_config
     if parallel.pipeline_parallel_size > 1:
-        yield from kv_plan.refusals_of_stages(config)
+        yield from _refusals_of_pipelines(config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"{name} is {getattr(parallel, name)}; only 1 is served"
@@ -152,6 +152,18 @@ def refusals_of_settings(config: Any) -> Iterator[str]:
         )
     if getattr(config.model_config.hf_text_config, "index_topk", None):
         yield "its attention is sparse, and the indexer that chooses its tokens has a cache beside the KV"
+
+
+def _refusals_of_pipelines(config: Any) -> Iterator[str]:
+    """Yields what is not served of pipeline ranks. An executor of vLLM's over Ray returns the outputs of the last of
+    them alone, so that a load would never be complete. With speculative decoding only the last of them calls
+    `wait_for_save`, and the others would store nothing."""
+    backend = config.parallel_config.distributed_executor_backend
+    if backend != "mp":
+        yield f"it has pipeline ranks and --distributed-executor-backend {backend}; only mp is served with them"
+    if config.speculative_config is not None:
+        yield "it has pipeline ranks and speculative decoding; leave out --speculative-config"
+    yield from kv_plan.refusals_of_stages(config)
 
 
 def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:

@@ -103,11 +103,11 @@ def pipeline_rank(config: Any) -> int:
     return int(parallel.rank // parallel.tensor_parallel_size % parallel.pipeline_parallel_size)
 
 
-def stage_layers(config: Any, stage: int) -> range:
-    """Returns the layers that a pipeline rank computes. Raises ValueError for a VLLM_PP_LAYER_PARTITION that does not
+def stage_layers(config: Any, number: int) -> range:
+    """Returns the layers that the pipeline rank of this number computes. Raises ValueError for a VLLM_PP_LAYER_PARTITION that does not
     fit."""
     stages, layers = config.parallel_config.pipeline_parallel_size, config.model_config.get_total_num_hidden_layers()
-    return range(*get_pp_indices(layers, stage, stages))
+    return range(*get_pp_indices(layers, number, stages))
 
 
 def group_layers(config: Any, kv: Any) -> list[tuple[int, ...]]:
@@ -149,8 +149,8 @@ def refusals_of_stages(config: Any) -> Iterator[str]:
 
 
 def refusals_of_rank(config: Any, kv: Any) -> Iterator[str]:
-    """Yields why the groups of this rank are not those that were planned, if its layers are known at all."""
-    if not any(refusals_of_stages(config)):
+    """Yields why the groups of a pipeline rank are not those that were planned, if its layers are known at all."""
+    if config.parallel_config.pipeline_parallel_size > 1 and not any(refusals_of_stages(config)):
         try:
             group_layers(config, kv)
         except ConfigError as error:
