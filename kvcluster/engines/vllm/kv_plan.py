@@ -104,8 +104,8 @@ def pipeline_rank(config: Any) -> int:
 
 
 def stage_layers(config: Any, number: int) -> range:
-    """Returns the layers that the pipeline rank of this number computes. Raises ValueError for a VLLM_PP_LAYER_PARTITION that does not
-    fit."""
+    """Returns the layers that the pipeline rank of this number computes. Raises ValueError for a
+    VLLM_PP_LAYER_PARTITION that does not fit."""
     stages, layers = config.parallel_config.pipeline_parallel_size, config.model_config.get_total_num_hidden_layers()
     return range(*get_pp_indices(layers, number, stages))
 
