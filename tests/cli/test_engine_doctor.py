@@ -121,10 +121,10 @@ def test_arguments_of_the_engine_are_handed_on(finds: dict[str, Any], capsys: py
 
 
 def test_what_is_refused_fails_and_is_said(finds: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    finds["refused"] = ["it uses pipeline ranks; use --tensor-parallel-size"]
+    finds["refused"] = ["decode_context_parallel_size is 2; only 1 is served"]
     assert run() == 1
     text = capsys.readouterr().out
-    assert "refused: it uses pipeline ranks; use --tensor-parallel-size\n" in text
+    assert "refused: decode_context_parallel_size is 2; only 1 is served\n" in text
     assert text.endswith("kvcluster does not serve this engine; what is refused stands above\n")
 
 

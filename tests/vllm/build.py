@@ -23,7 +23,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, settings
 from kvcluster.engines.vllm.kv_format import KVFormat, fp8_dtype
-from kvcluster.engines.vllm.registration import planned_kv
+from kvcluster.engines.vllm.kv_plan import planned_kv, planned_stages
 
 BLOCK = 4
 WINDOW = 16
@@ -95,8 +95,9 @@ def transfer(role: str = "kv_both", **extra: Any) -> dict[str, Any]:
 def engine_config(
     model: Path, extra: dict[str, Any] | None = None, *, role: str = "kv_both", **arguments: Any
 ) -> VllmConfig:
-    """As an engine makes it, with `extra` as the connector's settings. Two ranks want tensor_parallel_size=2."""
-    if arguments.get("tensor_parallel_size", 1) > 1:
+    """As an engine makes it, with `extra` as the connector's settings. Two ranks want tensor_parallel_size=2, or
+    pipeline_parallel_size=2."""
+    if arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1) > 1:
         arguments["distributed_executor_backend"] = "mp"
     below: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -125,9 +126,16 @@ def format_on_a_gpu(config: VllmConfig, spec: KVCacheSpec) -> KVFormat:
 
 
 def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:
-    """The groups of layers and so many blocks of them, for each rank alike. The engine's core notes the number."""
+    """The groups of layers and so many blocks of them, for each tensor parallel rank alike, and of pipeline ranks as
+    the scheduler gets them. The engine's core notes the number."""
     config.cache_config.num_gpu_blocks_override = blocks
     return planned_kv(config, 2**30)
+
+
+def kv_of_stages(config: VllmConfig, blocks: int = 160) -> list[KVCacheConfig]:
+    """The same as the workers of each pipeline rank get it."""
+    config.cache_config.num_gpu_blocks_override = blocks
+    return planned_stages(config, 2**30)
 
 
 def kv_caches(config: VllmConfig, kv: KVCacheConfig) -> dict[str, torch.Tensor]:

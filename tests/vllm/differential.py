@@ -2,12 +2,12 @@
 
     python -m tests.vllm.differential --operations 20000 --seed 1
 
-A scenario draws from its seed two engines (full attention, latents or groups with windows, one or two ranks, chunked
-prefill, overlapping steps, few blocks, with and without vLLM's own prefix cache, loads within or beside the passes) and
-a cluster with too little memory. Then it draws operations: requests with shared prefixes, salts and pictures, steps,
-aborts between steps and within them, flipped bits, purges, engines that end and start again, and engines on a device
-that sleep. Requests whose loads have failed are often aborted, and asked again. Engines give different pictures one
-name.
+A scenario draws from its seed two engines (full attention, latents or groups with windows, one or two ranks, in some
+pipeline ranks too, chunked prefill, overlapping steps, few blocks, with and without vLLM's own prefix cache, loads
+within or beside the passes) and a cluster with too little memory. Then it draws operations: requests with shared
+prefixes, salts and pictures, steps, aborts between steps and within them, flipped bits, purges, engines that end and
+start again, and engines on a device that sleep. Requests whose loads have failed are often aborted, and asked again.
+Engines give different pictures one name.
 
 The oracle is toy.py's Text, which shares no code with kvcluster: what the KV of a position must be follows from the
 tokens, the salt and the pictures before it. An engine that takes a block as computed whose content is anything else
@@ -83,6 +83,8 @@ class Traits:
     settings: dict[str, int]
     calm: bool
     twin: bool = False
+    pipeline: tuple[int, int] = (1, 1)
+    """The numbers of pipeline ranks of its engines, which are started with one and the other in turn."""
 
 
 class Scenario:
@@ -95,6 +97,9 @@ class Scenario:
         self._traits = self._drawn()
         if seed % 5 == 3 and self._traits.model == "llama":  # not drawn, so that all other seeds draw as before
             self._traits = replace(self._traits, model="mla")
+        if seed % 7 == 3:
+            most = 3 if self._traits.model == "gemma" else 2
+            self._traits = replace(self._traits, pipeline=((most, 1), (1, 2), (2, most))[seed // 7 % 3])
         if twin:  # loads go beside the passes, staging is as much as some blocks, and much is under way at once
             self._traits = replace(self._traits, twin=True, calm=self._random.random() < 0.2)
             self._traits.settings.update(layerwise_ms=0, staging_bytes=self._random.choice(STAGINGS))
@@ -281,6 +286,9 @@ class Scenario:
         traits = self._traits
         model = self._models[traits.model]
         options = dict(traits.options)
+        options["pipeline_parallel_size"] = stages = traits.pipeline[self._lives % 2]
+        if traits.model == "gemma":  # each step that is out keeps blocks that a window has left behind
+            options["blocks"] += 40 * (stages - 1)
         if traits.twin:
             seed, second, zeroes = (
                 self._random.getrandbits(32),

@@ -10,7 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec
 
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, Reuse, chunk
-from kvcluster.engines.vllm import compat, registration
+from kvcluster.engines.vllm import compat, kv_plan
 from kvcluster.errors import ConfigError
 from tests.client.build import noise
 from tests.vllm.build import (
@@ -53,7 +53,7 @@ def test_layers_in_chunks_are_a_group_of_their_own(llama4: Path) -> None:
 
 
 def test_the_layers_that_an_engine_would_plan_are_those_that_it_starts_with(llama4: Path) -> None:
-    specs = list(registration.layer_specs(engine_config(llama4)).values())
+    specs = list(kv_plan.layer_specs(engine_config(llama4)).values())
     assert [type(spec) for spec in specs] == [ChunkedLocalAttentionSpec, FullAttentionSpec] * 2
     assert {spec.attention_chunk_size for spec in specs[::2]} == {CHUNK}
 
@@ -63,7 +63,7 @@ def test_chunks_whose_layers_are_not_named_are_not_guessed(tmp_path: Path) -> No
     engine = engine_config(model_folder(tmp_path / "unnamed", config))
     del engine.model_config.hf_text_config.layer_types
     with pytest.raises(ConfigError, match="does not say which layers attend in chunks: add layer_types"):
-        registration.layer_specs(engine)
+        kv_plan.layer_specs(engine)
 
 
 def test_an_engine_that_keeps_all_blocks_of_its_chunks_reuses_prefixes(llama4: Path) -> None:

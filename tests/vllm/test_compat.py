@@ -121,7 +121,6 @@ def with_spec(change: Any) -> Any:
 @pytest.mark.parametrize(
     ("why", "traits"),
     [
-        ("pipeline ranks; use --tensor-parallel-size", {"parallel_config__pipeline_parallel_size": 2}),
         ("decode_context_parallel_size is 2", {"parallel_config__decode_context_parallel_size": 2}),
         ("prefill_context_parallel_size is 4", {"parallel_config__prefill_context_parallel_size": 4}),
         ("is xxhash, which is not cryptographic", {"cache_config__prefix_caching_hash_algo": "xxhash"}),
@@ -212,7 +211,8 @@ def test_views_show_the_engines_bytes_whatever_their_order(
 def one_layer(dims: tuple[int, int] = (8, 8)) -> compat.Layout:
     """Of an engine with one layer, whose K and V have these dims."""
     planes = tuple(Plane(name, 2, dim, "float32") for name, dim in zip("kv", dims, strict=True))
-    return compat.Layout(BLOCK, (Group((0,), planes),), (Part(0, 1, 0, 2),), (("layer",),), (dims,), (KVFormat(),))
+    parts = (Part(0, 1, 0, 2),)
+    return compat.Layout(BLOCK, (Group((0,), planes),), parts, parts, (("layer",),), (dims,), (KVFormat(),))
 
 
 def test_views_of_k_and_v_that_differ_in_size_show_each() -> None:

@@ -39,7 +39,7 @@ def load(
 def test_of_a_load_at_two_ranks_the_worse_counts_and_the_bytes_of_both() -> None:
     one = StepReport(4, {"a": load(blocks=3, took_ns=7, miss=LOST)})
     one.merge(StepReport(4, {"a": load(blocks=5, nbytes=20, loss=Loss.Q8), "b": load()}))
-    assert one.loads == {"a": LoadReport(3, 30, 7, Loss.Q8, LOST, ranks=2), "b": load()}
+    assert one.loads == {"a": LoadReport(3, 30, 7, Loss.Q8, LOST, ranks=2, most_bytes=20), "b": load()}
 
 
 def test_a_reason_is_kept_whichever_rank_tells_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.engines.vllm import compat, examine, registration
+from kvcluster.engines.vllm import compat, examine, kv_plan
 from tests.vllm.build import GEMMA, LATENT, LLAMA, MLA, engine_config, kv_config, model_folder, transfer
 
 QUIET = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", "4", "--max-model-len", "256")
@@ -51,7 +51,6 @@ def test_windows_ranks_and_roles_are_told(gemma: Path) -> None:
     ("more", "reason"),
     [
         (("--prefix-caching-hash-algo", "xxhash"), "prefix_caching_hash_algo is xxhash"),
-        (("--pipeline-parallel-size", "2", "--distributed-executor-backend", "mp"), "it uses pipeline ranks"),
         (("--kv-cache-dtype", "int8_per_token_head"), "group 0 keeps KV as int8_per_token_head (INT8_PER_TOKEN_HEAD)"),
         (("--max-model-len", "100000"), "vLLM refuses this engine by itself"),
         (("--no-such-option", "1"), "of the arguments behind --: unrecognized arguments: --no-such-option 1"),
@@ -118,7 +117,7 @@ def test_of_a_hubs_snapshot_the_commit_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [LLAMA, GEMMA])
 def test_what_is_planned_is_what_the_connector_gets(tmp_path: Path, content: dict[str, Any]) -> None:
     model = model_folder(tmp_path / "model", content)
-    planned = compat.layout(config := engine_config(model), registration.planned_kv(config))
+    planned = compat.layout(config := engine_config(model), kv_plan.planned_kv(config))
     assert planned == compat.layout(config, kv_config(config))
 
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVQuantMode
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import PREFIX, Group, Plane
 from kvcluster.core.spec import differing_fields
-from kvcluster.engines.vllm import compat, kv_format, registration
+from kvcluster.engines.vllm import compat, kv_format, kv_plan, registration
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.errors import CallerError
 from kvcluster.transfers.layouts import Paged
@@ -149,7 +149,7 @@ def test_fp8_is_read_as_the_kernel_of_this_machine_has_written_it(
 ) -> None:
     config = engine_config(model_folder(tmp_path / "m", LLAMA | {"head_dim": dim}), block_size=block)
     config.cache_config.cache_dtype = scheme
-    (spec,) = set(registration.layer_specs(config).values())
+    (spec,) = set(kv_plan.layer_specs(config).values())
     found = KERNEL(Config(dtype, scheme), spec)
     assert found == KVFormat("vec", fp8=fp8_dtype_name(scheme))
     k, v = (numbers((block, 2, dim), scheme, seed=n).to(dtype) for n in (1, 2))
@@ -165,7 +165,7 @@ def test_a_kernel_that_packs_fp8_has_opaque_blocks(
 ) -> None:
     config = engine_config(model_folder(tmp_path / "m", LLAMA | {"head_dim": 32}), block_size=32)
     config.cache_config.cache_dtype = scheme
-    (spec,) = set(registration.layer_specs(config).values())
+    (spec,) = set(kv_plan.layer_specs(config).values())
     real = kv_format.block_of_kernel
     monkeypatch.setattr(kv_format, "block_of_kernel", lambda *given: real(*given).view(torch.uint8).flip(3))
     kv_format._packing.cache_clear()

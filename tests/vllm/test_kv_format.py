@@ -138,7 +138,7 @@ def test_a_rank_with_one_packed_head_of_several_stores_it_as_such(start: Start) 
     )
     for head in (0, 1):
         part = Part(0, 1, head, head + 1)
-        layout = compat.Layout(8, spec.groups, (part,), (("layer",),), ((16, 16),), (packed,))
+        layout = compat.Layout(8, spec.groups, (part,), (part,), (("layer",),), ((16, 16),), (packed,))
         client = cluster.client(spec, part=part)
         client.store(tokens, Paged(compat.views({"layer": cache[:, head : head + 1]}, layout, 0), [0, 1, 2]))
         client.flush()

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SparseCacheRole
 
 from kvcluster.core.groups import PREFIX, Group, Part, Plane
-from kvcluster.engines.vllm import compat, kv_format, registration
+from kvcluster.engines.vllm import compat, kv_format, kv_plan, registration
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.step_metadata import BlockIds
 from kvcluster.engines.vllm.worker import WorkerSide
@@ -69,7 +69,7 @@ def test_every_rank_of_any_number_holds_the_same_part_of_the_same_group(mla: Pat
 
 
 def test_the_layers_that_an_engine_would_plan_are_those_that_it_starts_with(mla: Path) -> None:
-    specs = registration.layer_specs(engine_config(mla))
+    specs = kv_plan.layer_specs(engine_config(mla))
     assert [type(spec) for spec in specs.values()] == [MLAAttentionSpec] * 2
     assert {(spec.num_kv_heads, spec.head_size, spec.head_size_v) for spec in specs.values()} == {(1, LATENT, 0)}
 
@@ -79,7 +79,7 @@ def test_a_model_whose_latents_vllm_does_not_use_is_not_planned_with_them(
 ) -> None:
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     with pytest.raises(ConfigError, match="without its latents"):
-        registration.layer_specs(engine_config(mla))
+        kv_plan.layer_specs(engine_config(mla))
 
 
 @pytest.mark.parametrize("memory", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
@@ -103,9 +103,9 @@ def test_views_show_the_latents_bytes_whatever_their_order(mla: Path, memory: st
 
 def padded_pages(nbytes: int | None) -> Any:
     """Within it each layer's pages have this many bytes, more than their latents take."""
-    specs = registration.layer_specs
+    specs = kv_plan.layer_specs
     return patch.object(
-        registration,
+        kv_plan,
         "layer_specs",
         lambda config: {name: replace(spec, page_size_padded=nbytes) for name, spec in specs(config).items()},
     )
@@ -179,7 +179,7 @@ def of_deepseek(tmp_path: Path, **settings: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_latents_are_where_the_kernel_of_this_machine_writes_them(tmp_path: Path, dtype: str) -> None:
     config = of_deepseek(tmp_path)
-    (spec,) = set(registration.layer_specs(config).values())
+    (spec,) = set(kv_plan.layer_specs(config).values())
     spec = replace(spec, dtype=getattr(torch, dtype))
     found = kv_format.kv_format(config, spec)
     assert found == KVFormat("cpu_mla/cpu_sdpa_mla", latent=True)
@@ -198,7 +198,7 @@ def test_a_kernel_that_packs_latents_is_refused(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(CPUMLAImpl, "do_kv_cache_update", packs)
     config = of_deepseek(tmp_path)
-    (spec,) = set(registration.layer_specs(config).values())
+    (spec,) = set(kv_plan.layer_specs(config).values())
     with pytest.raises(CallerError, match=r"'cpu_mla/cpu_sdpa_mla' orders latents of 576 .*it packs them"):
         kv_format.kv_format(config, spec)
 
@@ -209,7 +209,7 @@ def test_a_kernel_that_refuses_a_latent_is_named(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(CPUMLAImpl, "do_kv_cache_update", refuses)
     config = of_deepseek(tmp_path)
-    (spec,) = set(registration.layer_specs(config).values())
+    (spec,) = set(kv_plan.layer_specs(config).values())
     with pytest.raises(CallerError, match=r"is not known .no such size."):
         kv_format.kv_format(config, spec)
 

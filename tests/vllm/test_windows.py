@@ -12,7 +12,7 @@ import pytest
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvcluster.core.groups import PREFIX, window
-from kvcluster.engines.vllm import compat, registration
+from kvcluster.engines.vllm import compat, kv_plan
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK, engine_config, layout_of
 from tests.vllm.conftest import Bench
@@ -27,7 +27,7 @@ SIZES = (None, 6, 21)
 @pytest.fixture(autouse=True)
 def several_sizes() -> Iterator[None]:
     """The layers of a model as vLLM's own would tell of them."""
-    real = registration.layer_specs
+    real = kv_plan.layer_specs
 
     def specs(config: object) -> dict[str, object]:
         found = {}
@@ -42,7 +42,7 @@ def several_sizes() -> Iterator[None]:
             found[name] = SlidingWindowSpec(**shape, sliding_window=size) if size else FullAttentionSpec(**shape)
         return found
 
-    with patch.object(registration, "layer_specs", specs):
+    with patch.object(kv_plan, "layer_specs", specs):
         yield
 
 

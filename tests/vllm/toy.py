@@ -22,6 +22,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -30,6 +31,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -49,7 +51,7 @@ from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, ended
-from tests.vllm.build import kv_caches, kv_config, request_of
+from tests.vllm.build import kv_caches, kv_of_stages, request_of
 
 WORDS = 250
 NONSENSE = 251
@@ -127,12 +129,13 @@ class Rank:
         self.tables: dict[str, list[list[int]]] = {}
         self._kv = kv
         layout = compat.layout(self.config, deepcopy(kv))
-        self._heads = range(layout.parts[0].head_start, layout.parts[0].head_stop)
+        heads = next(range(part.head_start, part.head_stop) for part in layout.parts if part is not None)
+        self._heads = heads
         self._block = layout.block_tokens
         layers = [
-            (number, name, at)
-            for at, (group, names) in enumerate(zip(layout.groups, layout.layers, strict=True))
-            for number, name in zip(group.layers, names, strict=True)
+            (extract_layer_index(name), name, at)
+            for at, group in enumerate(kv.kv_cache_groups)
+            for name in group.layer_names
         ]
         self._layers = sorted(layers)
 
@@ -254,8 +257,10 @@ class _AtOnce:
 
 
 class Engine:
-    """One engine replica. `overlap`: each step is scheduled before the one before it is known, as on a GPU. `at_once`:
-    lookups are answered when they are begun."""
+    """One engine replica, of pipeline ranks times tensor parallel ranks. `overlap`: each step is scheduled before the
+    one before it is known, as on a GPU; with pipeline ranks as many steps are out as there are of them. A pipeline rank
+    carries out a step when the one before it has carried out the next. `at_once`: lookups are answered when they are
+    begun."""
 
     def __init__(
         self,
@@ -269,8 +274,10 @@ class Engine:
         config = deepcopy(config)
         config.scheduler_config.async_scheduling = overlap
         self.config = config
-        self.kv = kv_config(config, blocks)
-        self.ranks = [rank(config, self.kv, n) for n in range(config.parallel_config.tensor_parallel_size)]
+        of_stages = kv_of_stages(config, blocks)
+        self.kv = generate_scheduler_kv_cache_config(of_stages)
+        self._tensor = config.parallel_config.tensor_parallel_size
+        self.ranks = [rank(config, of_stages[n // self._tensor], n) for n in range(self._tensor * len(of_stages))]
         made = AsyncScheduler if overlap else Scheduler
         self.scheduler: Scheduler = made(
             vllm_config=config,
@@ -292,8 +299,9 @@ class Engine:
         self.steps: list[Step] = []
         self.reports: list[StepReport] = []
         self._aggregator = KVOutputAggregator(len(self.ranks))
-        self._depth = 2 if overlap else 1
+        self._depth = len(of_stages) + overlap
         self._out: deque[tuple[SchedulerOutput, list[tuple[KVConnectorOutput, dict[str, int]]]]] = deque()
+        """Steps that are out, with what came of their ranks so far."""
         self.on_step: Callable[[SchedulerOutput], None] = lambda output: None
 
     @property
@@ -334,7 +342,9 @@ class Engine:
         output = self.scheduler.schedule()
         self.on_step(output)
         self.steps.append(output.kv_connector_metadata.step)
-        self._out.append((output, self._execute(output)))
+        self._out.append((output, []))
+        for behind, (out, told) in enumerate(reversed(self._out)):
+            self._advance(out, told, stages=behind + 1)
         if len(self._out) >= self._depth:
             self.take_back()
         return output
@@ -342,6 +352,7 @@ class Engine:
     def take_back(self) -> None:
         """The oldest step that is out ends."""
         output, told = self._out.popleft()
+        self._advance(output, told, stages=len(self.ranks))
         result = self._result(output, told)
         meta = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
         if meta is not None:
@@ -359,7 +370,16 @@ class Engine:
             assert said == [text.token(start + at) for at in range(len(said))], f"{name} was told nonsense"
 
     def _execute(self, output: SchedulerOutput) -> list[tuple[KVConnectorOutput, dict[str, int]]]:
-        return [rank.execute(output, self.texts) for rank in self.ranks]
+        told: list[tuple[KVConnectorOutput, dict[str, int]]] = []
+        self._advance(output, told, stages=len(self.ranks))
+        return told
+
+    def _advance(
+        self, output: SchedulerOutput, told: list[tuple[KVConnectorOutput, dict[str, int]]], *, stages: int
+    ) -> None:
+        """The first so many pipeline ranks carry out the step, if they have not, and add what came of it."""
+        for rank in self.ranks[len(told) : stages * self._tensor]:
+            told.append(rank.execute(output, self.texts))
 
     def _result(
         self, output: SchedulerOutput, of_ranks: list[tuple[KVConnectorOutput, dict[str, int]]]
@@ -379,7 +399,7 @@ class Engine:
         if len(results) == 1:
             return results[0]
         tokens = [result.sampled_token_ids for result in results]
-        result = self._aggregator.aggregate(results)
+        result = self._aggregator.aggregate(results, output_rank=len(results) - self._tensor)
         assert result is not None
         # A wrong byte at any rank spoils the answer of all.
         result.sampled_token_ids = [max(said) for said in zip(*tokens, strict=True)]

@@ -1,7 +1,7 @@
 """All use of vLLM's internals, for the releases in the compatibility table of docs/vllm.md.
 
 Every function here reads vLLM's objects and returns values of our own; no other module of the connector reads those
-objects (registration.py and examine.py do, before an engine starts), so a change in a release changes only this module.
+objects (kv_plan.py and examine.py do, before an engine starts), so a change in a release changes only this module.
 The supported engines are an allow list: a kind of layer, of KV or of parallelism that a later release adds is refused
 by name until it has been reviewed. `Any` lives here.
 """
@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvcluster
+import kvcluster.engines.vllm.kv_plan as kv_plan
 from kvcluster.core.groups import PREFIX, Group, Part, Reuse, chunk, window
 from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, fp8_dtype, kv_format, latent_backends
 from kvcluster.errors import CallerError
@@ -48,16 +49,19 @@ _IRRELEVANT = """
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds and the
-    byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
-    `groups[i].layers`; `dims` are the dimensions of K and of V of one head, or that of the latent (MLA) and 0.
+    """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds, None if
+    it computes none of the group's layers, and the byte order of its blocks (`formats`). `layers` are the engine's
+    names of the layers of these parts, in the order of `groups[i].layers`; `largest` are the parts of the rank that
+    moves the most bytes, for which the others wait. `dims` are the dimensions of K and of V of one head, or that of the
+    latent (MLA) and 0.
     `kernels` names what computes KV on a GPU, as (name, value), since the bits depend on it; it is empty on a CPU,
     whose kernels stand in `formats`. `zeroes_blocks`: the engine writes new blocks before it passes the step to its
     workers' connectors."""
 
     block_tokens: int
     groups: tuple[Group, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[Part | None, ...]
+    largest: tuple[Part | None, ...]
     layers: tuple[tuple[str, ...], ...]
     dims: tuple[tuple[int, int], ...]
     formats: tuple[KVFormat, ...]
@@ -76,28 +80,32 @@ def layout(config: Any, kv: Any) -> Layout:
     not supported."""
     for trait in refusals(config, kv):
         raise CallerError(f"kvcluster does not serve this engine: {trait}")
-    tp = config.parallel_config.tensor_parallel_size
-    rank = config.parallel_config.rank % tp
-    groups, parts, names, dims, formats = [], [], [], [], []
-    for of_engine in kv.kv_cache_groups:
+    groups, dims, formats, heads = [], [], [], []
+    for of_engine, layers in zip(kv.kv_cache_groups, kv_plan.group_layers(config, kv), strict=True):
         spec = of_engine.kv_cache_spec
-        heads = _total_heads(config, spec)
-        layers = sorted(of_engine.layer_names, key=extract_layer_index)
+        total = _total_heads(config, spec)
         v_dim = spec.head_size_v if spec.head_size_v is not None else spec.head_size
         dtype = str(spec.dtype).removeprefix("torch.")
         of_kernel, of_head = kv_format(config, spec), (spec.head_size, v_dim)
-        planes = of_kernel.planes(heads=heads, block_tokens=spec.block_size, dims=of_head, dtype=dtype)
-        group = Group(tuple(extract_layer_index(name) for name in layers), planes, _reuse(spec))
-        first = rank * heads // tp  # with more ranks than heads, neighbouring ranks hold the same head
-        groups.append(group)
-        parts.append(Part(0, len(layers), first, first + spec.num_kv_heads))
-        names.append(tuple(layers))
+        planes = of_kernel.planes(heads=total, block_tokens=spec.block_size, dims=of_head, dtype=dtype)
+        groups.append(Group(layers, planes, _reuse(spec)))
         dims.append(of_head)
         formats.append(of_kernel)
+        heads.append(kv_plan.rank_heads(config, spec.num_kv_heads, of=total))
+    names = (sorted(of_engine.layer_names, key=extract_layer_index) for of_engine in kv.kv_cache_groups)
+    parts = kv_plan.parts_of_stages(config, groups, heads)
     block_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
-    kernels = _kernels(config, groups, dims) if device() != "cpu" else ()
-    of_groups = tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats)
-    return Layout(block_tokens, *of_groups, kernels, zeroes_blocks=kv.needs_kv_cache_zeroing)
+    return Layout(
+        block_tokens,
+        groups=tuple(groups),
+        parts=parts[kv_plan.pipeline_rank(config)],
+        largest=kv_plan.largest(groups, parts),
+        layers=tuple(tuple(of_group) for of_group in names),
+        dims=tuple(dims),
+        formats=tuple(formats),
+        kernels=_kernels(config, groups, dims) if device() != "cpu" else (),
+        zeroes_blocks=kv.needs_kv_cache_zeroing,
+    )
 
 
 def _reuse(spec: Any) -> Reuse:
@@ -143,7 +151,7 @@ def refusals_of_settings(config: Any) -> Iterator[str]:
     """Yields the refusals that a VllmConfig alone determines, before its KV is planned."""
     parallel, cache = config.parallel_config, config.cache_config
     if parallel.pipeline_parallel_size > 1:
-        yield "it uses pipeline ranks; use --tensor-parallel-size"
+        yield from _refusals_of_pipelines(config)
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"{name} is {getattr(parallel, name)}; only 1 is served"
@@ -156,9 +164,22 @@ def refusals_of_settings(config: Any) -> Iterator[str]:
         yield "its attention is sparse, and the indexer that chooses its tokens has a cache beside the KV"
 
 
+def _refusals_of_pipelines(config: Any) -> Iterator[str]:
+    """Yields what is not served of pipeline ranks. An executor of vLLM's over Ray returns the outputs of the last of
+    them alone, so that a load would never be complete. With speculative decoding only the last of them calls
+    `wait_for_save`, and the others would store nothing."""
+    backend = config.parallel_config.distributed_executor_backend
+    if backend != "mp":
+        yield f"it has pipeline ranks and --distributed-executor-backend {backend}; only mp is served with them"
+    if config.speculative_config is not None:
+        yield "it has pipeline ranks and speculative decoding; leave out --speculative-config"
+    yield from kv_plan.refusals_of_stages(config)
+
+
 def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
     if not kv.kv_cache_groups:
         yield "it keeps no KV"
+    yield from kv_plan.refusals_of_rank(config, kv)
     sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
     if len(sizes) > 1:
         yield f"its groups of layers have blocks of {', '.join(map(str, sorted(sizes)))} tokens; all must have as many"
@@ -443,6 +464,7 @@ def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
     """Returns facts about an engine for operators, as (name, value). Most of them are in the namespace as well; "own
     hash" is the algorithm of the engine's own block hashes, which the cluster does not use."""
     cache, parallel = config.cache_config, config.parallel_config
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     return (
         ("engine", f"vllm {vllm.__version__}"),
         ("kvcluster", kvcluster.__version__),
@@ -452,9 +474,14 @@ def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
         ("groups", ", ".join(_named(group) for group in layout.groups)),
         ("dtype", str(config.model_config.dtype).removeprefix("torch.")),
         ("kv format", ", ".join(dict.fromkeys(map(str, layout.formats)))),
-        ("ranks", str(parallel.tensor_parallel_size)),
+        ("ranks", f"{ranks(config)}: {pipeline} pipeline of {tensor} tensor parallel" if pipeline > 1 else str(tensor)),
         *layout.kernels,
     )
+
+
+def ranks(config: Any) -> int:
+    """Returns how many workers the engine has, each with a part of its KV."""
+    return int(config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size)
 
 
 def _named(group: Group) -> str:

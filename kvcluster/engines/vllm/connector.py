@@ -105,9 +105,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 layout,
                 registration,
                 Adapters(_logger.info),
-                EngineShape(
-                    kv_cache_config.num_blocks, vllm_config.parallel_config.tensor_parallel_size, stores, loads
-                ),
+                EngineShape(kv_cache_config.num_blocks, compat.ranks(vllm_config), stores, loads),
                 forget=self._forget,
             )
         else:

@@ -26,7 +26,8 @@ import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.settings as settings
 import kvcluster.engines.vllm.weights as weights
 from kvcluster.engines.texts import error_text
-from kvcluster.engines.vllm.registration import planned_kv, spec_of
+from kvcluster.engines.vllm.kv_plan import planned_kv
+from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.transport.credentials import CONNECTION
@@ -175,8 +176,9 @@ def _layout(config: Any, layout: compat.Layout, chosen: ConnectorSettings) -> di
 def _features(config: Any, layout: compat.Layout | None, chosen: ConnectorSettings) -> Iterator[tuple[str, str, str]]:
     """Yields what this engine uses, and whether that is served."""
     cache, parallel = config.cache_config, config.parallel_config
-    ranks = parallel.tensor_parallel_size
+    ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     yield "tensor parallel ranks", SERVED if ranks > 1 else UNUSED, f"{ranks}; each moves its own heads"
+    yield "pipeline ranks", SERVED if stages > 1 else UNUSED, f"{stages}; each moves the KV of its own layers"
     latents = layout is not None and any(of_group.latent for of_group in layout.formats)
     yield "latents (MLA)", SERVED if latents else UNUSED, "stored once for all ranks, and read by each"
     kinds_of_reuse = set() if layout is None else {group.reuse.kind for group in layout.groups}

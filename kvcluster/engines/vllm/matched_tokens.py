@@ -119,7 +119,7 @@ class PrefixMatcher:
     def _better_computed(self, request: RequestState, tokens: int, now: int) -> bool:
         """Returns whether computing `tokens` tokens is faster than loading them. If not, sets `request.layerwise`."""
         prefill = self.prefill.known()
-        even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
+        even = Breakeven(request.client.spec, self._layout.largest, prefill or 1)
         link = self.bandwidth.estimate(even.nbytes(tokens), now)
         request.layerwise = False
         if link is None:

@@ -55,7 +55,7 @@ def observer(settings: ConnectorSettings, config: Any, kv: Any, log: Log) -> Idl
         writer = _started(settings, header, log)
         writer.keep({"note": f"{name} is not observed: {error_text(error)}"})
         return UnservedScheduler(writer)
-    writer = _started(settings, replace(header, spec=spec, parts=layout.parts), log)
+    writer = _started(settings, replace(header, spec=spec, parts=layout.largest), log)
     if settings.weights:
         writer.keep({"weights": settings.weights})
     else:

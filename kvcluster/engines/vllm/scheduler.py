@@ -69,7 +69,6 @@ class SchedulerSide:
         self._layout = layout
         self._registration = registration
         self._adapters = adapters
-        self._ranks = engine.ranks
         self._stores = engine.stores
         self._loads = engine.loads
         self._forget = forget
@@ -265,7 +264,7 @@ class SchedulerSide:
         if ended is None:
             return
         order, hashes, load = ended
-        self._matcher.bandwidth.record(load.nbytes // self._ranks, load.took_ns, now)
+        self._matcher.bandwidth.record(load.rank_bytes, load.took_ns, now)
         self.stats.loaded(load)
         wanted = order.first + len(order.into[0])
         arrived = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first

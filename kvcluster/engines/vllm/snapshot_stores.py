@@ -122,12 +122,14 @@ class _PagesStore(NamedTuple):
 
 class SnapshotStores:
     """Stores by snapshots. The first one starts the thread, which allocates the staging: before that nothing is asked
-    of the device. `beside`: the engine writes no block before a call of `before` that names it, so that snapshots may
-    be taken beside its work."""
+    of the device. `groups` are those that the snapshots are of: a pipeline rank may have no layer of the others.
+    `beside`: the engine writes no block before a call of `before` that names it, so that snapshots may be taken beside
+    its work."""
 
-    def __init__(self, snapshots: Snapshots, store_ms: int, *, beside: bool) -> None:
+    def __init__(self, snapshots: Snapshots, store_ms: int, *, groups: Sequence[int], beside: bool) -> None:
         self._may_beside = beside
         self._snapshots = snapshots
+        self._groups = tuple(groups)
         self._store_ms = store_ms
         self._lock = threading.Lock()
         """Guards the fields down to `_taken`, which both threads change. The thread that takes snapshots holds it: ours
@@ -276,8 +278,8 @@ class SnapshotStores:
             first, stop = one.next, min(one.stop, one.next + room)
             if first < stop:
                 pieces.append(_Piece(one, first, stop, len(blocks[0])))
-                for mine, of_group in zip(blocks, one.order.source, strict=True):
-                    mine += of_group[first:stop]
+                for mine, group in zip(blocks, self._groups, strict=True):
+                    mine += one.order.source[group][first:stop]
         snapshot = take(blocks) if pieces else None
         if snapshot is None:
             return False
@@ -414,10 +416,11 @@ class SnapshotStores:
     def _begin(self, pieces: Sequence[tuple[_UnderWay, _Piece]]) -> None:
         """Begins one store of these pieces."""
         snapshots, first, last = [one for one, _ in pieces], pieces[0][1], pieces[-1][1]
-        source = [
-            Buffers([page for one, piece in pieces for page in one.snapshot.pages(group, piece.at, piece.end)])
-            for group in range(len(first.of.order.source))
-        ]
+        source: list[Buffers | None] = [None] * len(first.of.order.source)
+        for at, group in enumerate(self._groups):
+            source[group] = Buffers(
+                [page for one, piece in pieces for page in one.snapshot.pages(at, piece.at, piece.end)]
+            )
         tokens = tuple(chain.from_iterable(piece.tokens for _, piece in pieces))
         order = replace(first.of.order, first=first.block, tokens=tokens)
         hashes = last.of.hashes[: last.block + last.stop - last.first]

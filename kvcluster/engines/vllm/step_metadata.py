@@ -80,7 +80,8 @@ class Step:
 class LoadReport:
     """How a load ended: the first `blocks` of its ticket have their KV, those before `first` included, and `nbytes` of
     KV were verified and written in `took_ns`. `miss` is the reason why no more arrived. The report covers `ranks`
-    ranks: each rank may end a load beside the forward passes in a different step."""
+    ranks: each rank may end a load beside the forward passes in a different step. `most_bytes` are those of the rank
+    among several that moved the most."""
 
     blocks: int
     nbytes: int
@@ -88,6 +89,12 @@ class LoadReport:
     loss: Loss
     miss: Miss | None
     ranks: int = 1
+    most_bytes: int = 0
+
+    @property
+    def rank_bytes(self) -> int:
+        """The bytes of the rank that moved the most."""
+        return self.nbytes if self.ranks == 1 else self.most_bytes
 
     def with_others(self, other: LoadReport) -> LoadReport:
         """Returns the merged report of more ranks: the fewest blocks, the sum of the bytes, the longest time."""
@@ -98,6 +105,7 @@ class LoadReport:
             max(self.loss, other.loss),
             self.miss or other.miss,
             self.ranks + other.ranks,
+            max(self.rank_bytes, other.rank_bytes),
         )
 
 

@@ -41,7 +41,7 @@ from kvcluster.transport.base import Deadline
 
 @dataclass(frozen=True, slots=True)
 class DeviceKV:
-    """The device, and for each group the geometry of all its blocks."""
+    """The device, and the geometry of all blocks of each group of which this rank holds a part."""
 
     device: Device
     geometries: tuple[BlockGeometry, ...]
@@ -62,7 +62,8 @@ def device_kv(layout: compat.Layout, views: Sequence[list[Any]], staging_bytes: 
     blocks = min(tensor.shape[0] for tensor in tensors)
     spec = KVSpec(model="layout", weights=f"{PRIVATE_WEIGHTS}0", block_tokens=layout.block_tokens, groups=layout.groups)
     try:
-        bound = bind([Paged(of_group, range(blocks)) for of_group in views], spec, layout.parts, blocks, writable=False)
+        memory = [Paged(of_group, range(blocks)) if of_group else None for of_group in views]
+        bound = bind(memory, spec, layout.parts, blocks, writable=False)
     except CallerError as error:
         return str(error)
     if not isinstance(bound.endpoint, DeviceMemory):
@@ -108,11 +109,12 @@ class WorkerSide:
         self._layout = layout
         self._registration = registration
         self._kv_caches: Mapping[str, torch.Tensor] = {}
-        self._layers: list[Layers] = []
+        self._layers: list[Layers | None] = []
         self._layer_numbers: dict[str, int] = {
             name: number
-            for group, names in zip(layout.groups, layout.layers, strict=True)
-            for name, number in zip(names, group.layers, strict=True)
+            for group, part, names in zip(layout.groups, layout.parts, layout.layers, strict=True)
+            if part is not None
+            for name, number in zip(names, group.layers[part.layer_start : part.layer_stop], strict=True)
         }
         self._chains: dict[str, list[BlockHash]] = {}
         self._loads: list[_Load] = []
@@ -129,7 +131,7 @@ class WorkerSide:
         """Registers the engine's KV, one tensor per layer. Raises CallerError for an unknown layout."""
         self._kv_caches = kv_caches
         views = [compat.views(kv_caches, self._layout, number) for number in range(len(self._layout.groups))]
-        self._layers = [Layers(of_group) for of_group in views]
+        self._layers = [Layers(of_group) if of_group else None for of_group in views]
         kv = device_kv(self._layout, views, self._settings.staging_bytes)
         if isinstance(kv, str):
             self._off = kv
@@ -140,7 +142,8 @@ class WorkerSide:
                 'differ from those with "mode": "off", tell us'
             )
             beside = not self._layout.zeroes_blocks
-            self._stores = SnapshotStores(kv.snapshots(), self._settings.store_ms, beside=beside)
+            groups = [number for number, of_group in enumerate(views) if of_group]
+            self._stores = SnapshotStores(kv.snapshots(), self._settings.store_ms, groups=groups, beside=beside)
 
     def unregister(self) -> None:
         """The memory of the engine's KV goes away, until `restore`: ends all that reads or writes it. May be called
@@ -292,5 +295,6 @@ class WorkerSide:
             hashes = self._chains[order.request][: order.first + len(order.source[0])]
             self._stores.begin(order, hashes, client)
 
-    def _memory(self, blocks: BlockIds) -> list[Paged]:
-        return [Paged(layers, of_group) for layers, of_group in zip(self._layers, blocks, strict=True)]
+    def _memory(self, blocks: BlockIds) -> list[Paged | None]:
+        each = zip(self._layers, blocks, strict=True)
+        return [None if layers is None else Paged(layers, of_group) for layers, of_group in each]

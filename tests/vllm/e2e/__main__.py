@@ -33,6 +33,7 @@ CHECKS: dict[str, Callable[[House], None]] = {
 ALONE: dict[str, Callable[[House], None]] = {
     "ranks": ranks.check,
     "ranks-mla": ranks.check_latents,
+    "ranks-pipeline": ranks.check_pipeline,
     "serve": serve.check,
     "tenants": tenants.check,
 }

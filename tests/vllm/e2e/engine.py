@@ -2,9 +2,9 @@
 
 A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
 and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
-(mutants.py), an `adapter` or a `cache_salt`. Before it, weights may change (`nudge`), the engine be `reset`, and its
-weights be given a `weights` name by the operator's command. With `capture` the KV of its prompts is kept as well
-(capture.py).
+(mutants.py; with `at_rank` in that worker's process, until it ends), an `adapter` or a `cache_salt`. Before it, weights
+may change (`nudge`), the engine be `reset`, and its weights be given a `weights` name by the operator's command. With
+`capture` the KV of its prompts is kept as well (capture.py).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ ON_SERVE: dict[str, Any] = {
 }
 """Where replicas differ from it: longer prompts, computed whole, and the engine's own cache before the cluster's."""
 
-_FEW_BLOCKS = {"mla": 90}
-"""Of smaller blocks eight requests waste less."""
+_FEW_BLOCKS = {"mla": 90, "chunks": 90}
+"""Of smaller blocks eight requests waste less, and four groups of layers need more of them."""
 
 JOIN_S = 60.0
 
@@ -93,6 +93,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("capture"):
         capture.begin()
     llm = LLM(model=job["model"], **arguments)
+    if arguments.get("pipeline_parallel_size", 1) > 1:
+        llm.collective_rpc(_make_buffers)
     answers: dict[str, Any] = {"rounds": []}
     scheduler = None
     if job.get("connector") is not None:
@@ -115,7 +117,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if one.get("weights"):
             _name_weights(llm, job, one["weights"])
         began = time.perf_counter()
-        with mutants.planted(one.get("mutant", "")):
+        if one.get("at_rank") is not None:
+            llm.collective_rpc(mutants.plant_at, args=(one["at_rank"], one["mutant"]))
+        with mutants.planted("" if one.get("at_rank") is not None else one.get("mutant", "")):
             if one.get("serial"):
                 outputs = []
                 for prompt, of_prompt in zip(prompts, params, strict=True):
@@ -134,6 +138,19 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     if scheduler is not None:
         _flush(scheduler)
     return answers
+
+
+def _make_buffers(worker: Any) -> None:
+    """Called in each worker: makes what a pipeline rank receives from the one before it. vLLM makes these buffers when
+    it warms up a model, which its worker for CPUs does not where nothing is compiled; then it fails in the first step,
+    with or without a connector."""
+    from vllm.distributed import get_pp_group
+
+    runner = worker.model_runner
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+        )
 
 
 def _answer(output: Any) -> dict[str, Any]:

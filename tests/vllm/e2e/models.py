@@ -83,6 +83,7 @@ _SINKS: dict[str, Any] = {
     "intermediate_size": 256,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
 }
 
 

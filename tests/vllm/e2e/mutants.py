@@ -7,7 +7,7 @@ right and is not any more. `planted("")` plants nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -94,6 +94,18 @@ def planted(name: str) -> Iterator[None]:
     finally:
         for method, function in kept.items():
             setattr(side, method, function)
+
+
+_PLANTED: list[ExitStack] = []
+"""For good, in this process."""
+
+
+def plant_at(worker: Any, rank: int, name: str) -> None:
+    """Called in the process of each of vLLM's workers: plants the fault in that of this rank, until it ends."""
+    if worker.rank == rank:
+        stack = ExitStack()
+        stack.enter_context(planted(name))
+        _PLANTED.append(stack)
 
 
 def _plant_load(side: Any, harm: Callable[..., None]) -> None:
