@@ -7,10 +7,11 @@ instead (engine_doctor.py).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.text_page import TextPage, Tone, counted, print_figures
+from kvcluster.cli.text_page import TableColumn, TextPage, Tone, counted, print_figures
 from kvcluster.config import size_text
 from kvcluster.core.architectures import RELEASE
 from kvcluster.core.groups import Group
@@ -91,32 +92,33 @@ def _group_text(group: Group) -> str:
 
 def add_findings(page: TextPage, found: dict[str, Any]) -> None:
     """Adds the architecture, the kinds of KV and their sizes, and the verdict."""
-    page.say(found["path"], label="checkpoint  ")
-    page.say(f"{found['architecture']}, as of vLLM {found['vllm']}", label="model       ")
+    page.table([TableColumn("checkpoint"), TableColumn(found["path"])], list(_rows(found)))
+    page.say("")
+    if found["outcome"] == REFUSED:
+        page.say(found["why"], label="refused: ", tone=Tone.BAD)
+        page.say("An engine with this model and the connector does not start.")
+        return
+    if found["served"]:
+        page.say(_PROVED if found["outcome"] == PROVED else _CONTRACT, label="served: ", tone=Tone.GOOD)
+    else:
+        page.say(found["why"], label="not known: ", tone=Tone.BAD)
+    page.say(f"kvcluster doctor --engine vllm --model {found['path']}", label="the installed vLLM knows more: ")
+
+
+_PROVED = "real engines prove each of these kinds of KV, on CPUs"
+_CONTRACT = "the connector accepts it, by contract: no real engine with all these kinds of KV has been compared"
+
+
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "model", f"{found['architecture']}, as of vLLM {found['vllm']}"
     for number, kind in enumerate(found["kinds"]):
         proved = f"; a real engine proves it: {kind['check']}" if kind["check"] else ""
-        page.say(f"{kind['kind']}: {kind['about']}{proved}", label="KV          " if not number else "            ")
+        yield "" if number else "KV", f"{kind['kind']}: {kind['about']}{proved}"
     for number, text in enumerate(found["groups"]):
-        page.say(text, label="layers      " if not number else "            ")
+        yield "" if number else "layers", text
     if found["token_bytes"] is not None:
-        size = f"{found['token_bytes'] / 1024:,.1f} KiB a token in all layers"
-        block = f"{size_text(found['block_bytes'])} a block of {found['block_tokens']} tokens, vLLM's default on a GPU"
-        page.say(f"{size}, {block}", label="bytes       ")
+        yield "bytes", f"{found['token_bytes'] / 1024:,.1f} KiB a token, in all layers and heads"
+        size = size_text(found["block_bytes"])
+        yield "blocks", f"{size} for {found['block_tokens']} tokens, vLLM's default on a GPU"
     for assumed in found["assumed"]:
-        page.say(assumed, label="assumed     ")
-    page.say("")
-    if found["why"]:
-        page.say(found["why"], label="refused: " if found["outcome"] == REFUSED else "not known: ", tone=Tone.WARNING)
-    page.say("", label=_verdict(found), tone=Tone.GOOD if found["served"] else Tone.BAD)
-    if found["outcome"] != REFUSED:
-        page.say(f"kvcluster doctor --engine vllm --model {found['path']}", label="the installed vLLM has the last word: ")
-
-
-def _verdict(found: dict[str, Any]) -> str:
-    if found["outcome"] == PROVED:
-        return "served: real engines prove each of these kinds of KV, on CPUs"
-    if found["served"]:
-        return "served by contract: the connector accepts it, and no real engine with this KV has been compared"
-    if found["outcome"] == REFUSED:
-        return "refused: an engine with this model and the connector does not start"
-    return "unknown: whether it is served cannot be told from its config.json"
+        yield "assumed", assumed

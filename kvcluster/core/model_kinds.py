@@ -20,6 +20,7 @@ SEVERAL_WINDOWS = "windows of several sizes"
 LATENTS = "latents (MLA)"
 FP8 = "fp8"
 SINKS = "attention sinks"
+STATIC_SINKS = "static sinks"
 SHARED = "layers that share KV"
 UNLIKE = "K and V of unlike sizes"
 SEVERAL_SHAPES = "layers of several shapes"
@@ -44,6 +45,7 @@ TRAITS: dict[str, KVTrait] = {
     LATENTS: KVTrait("a layer keeps one latent of a token for all heads (DeepSeek V3)", "mla"),
     FP8: KVTrait("the engine rounds K and V to fp8 (--kv-cache-dtype)", "e4m3"),
     SINKS: KVTrait("each head has a weight that takes part in the softmax (gpt-oss); it is no KV"),
+    STATIC_SINKS: KVTrait("every sequence attends to tokens that belong to the model's weights (openPangu)"),
     SHARED: KVTrait("some layers read the KV of others and keep none (Gemma 3n)"),
     UNLIKE: KVTrait("a head's V has another size than its K"),
     SEVERAL_SHAPES: KVTrait("layers have other numbers of heads, or heads of other sizes, than one another"),

@@ -26,7 +26,7 @@ UNKNOWN = "unknown"
 _READ = (FULL, WINDOWS, SEVERAL_WINDOWS, LATENTS, UNLIKE)
 """The kinds that config.json can tell; an architecture has the others whatever the file says."""
 
-_NO_DTYPE = "config.json gives no dtype, and with it no bytes: bfloat16 is assumed"
+_NO_DTYPE = "config.json gives no dtype: bfloat16 is assumed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def test_the_page_says_what_was_found() -> None:
 
 def test_the_doctor_knows_what_was_found() -> None:
     known = page.known_of(RESULT)
-    assert architectures.RELEASE == RESULT["vllm"]
+    assert RESULT["vllm"] == architectures.RELEASE
     assert [(kinds, names.split()) for kinds, names in EXAMINED.served] == [
         (kinds, names.split()) for kinds, names in known.served
     ]
@@ -43,7 +43,9 @@ def test_the_doctor_knows_what_was_found() -> None:
 
 def test_every_row_is_of_kinds_that_the_table_has() -> None:
     rows = {**EXAMINED_ROWS, **{name: row for name, row in CHECKPOINTS.items() if "error" not in row}}
-    assert {name: row["traits"] for name, row in rows.items() if not row["traits"] or set(row["traits"]) - set(TRAITS)} == {}
+    assert {
+        name: row["traits"] for name, row in rows.items() if not row["traits"] or set(row["traits"]) - set(TRAITS)
+    } == {}
 
 
 def test_every_check_that_proves_a_kind_is_one_that_is_run() -> None:
@@ -67,7 +69,9 @@ def refusal_patterns() -> list[re.Pattern[str]]:
     functions = [
         node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and "refusals" in node.name
     ]
-    yielded = [node.value for each in functions for node in ast.walk(each) if isinstance(node, ast.Yield) and node.value]
+    yielded = [
+        node.value for each in functions for node in ast.walk(each) if isinstance(node, ast.Yield) and node.value
+    ]
     return [re.compile("".join(_parts(value)), re.DOTALL) for value in yielded]
 
 

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
@@ -30,6 +31,7 @@ def main() -> int:
     """Examines, and writes; of named architectures it prints what it finds, and writes only with --keep."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=[], help="these architectures, and print what is found of them")
+    parser.add_argument("--checkpoints", action="store_true", help="only the checkpoints, into the saved result")
     parser.add_argument("--keep", action="store_true", help="with --only: put them into the saved result")
     parser.add_argument("-v", action="store_true", help="print where an examination failed")
     parser.add_argument("--pages", action="store_true", help="write the pages of the saved result")
@@ -42,12 +44,14 @@ def main() -> int:
     examine.prepare()
     began = time.monotonic()
     generative, drafts = walk.architectures()
-    if not options.only:
-        checkpoints = {}
-        for name in page.checkpoint_names():
-            content = page.checkpoint(name)
-            checkpoints[name] = walk.examined(content["architectures"][0], content)
-            print(f"{name}: {page.summary(checkpoints[name])}", flush=True)
+    checkpoints = {}
+    for name in [] if options.only else page.checkpoint_names():
+        content = page.checkpoint(name)
+        checkpoints[name] = walk.examined(content["architectures"][0], content)
+        print(f"{name}: {page.summary(checkpoints[name])}", flush=True)
+    if options.checkpoints:
+        _put({"checkpoints": checkpoints})
+        return 0
     rows = {}
     for name in options.only or generative:
         rows[name] = walk.examined(name)
@@ -55,17 +59,22 @@ def main() -> int:
     if options.only and not options.keep:
         return 0
     if options.only:
-        result = page.saved()
-        result["rows"] |= rows
+        result: dict[str, Any] = {"rows": page.saved()["rows"] | rows}
     else:
         later = [name for name in walk.later_architectures(LATER) if name not in generative] if LATER.exists() else []
         result = {"vllm": examine.release(), "transformers": examine.transformers_release(), "drafts": len(drafts)}
         result |= {"minutes": round((time.monotonic() - began) / 60), "later": later, "rows": rows}
         result |= {"checkpoints": checkpoints}
+    _put(result)
+    return 0
+
+
+def _put(new: dict[str, Any]) -> None:
+    """Puts these parts into the saved result, and writes the pages."""
+    result = (page.saved() if page.RESULT.exists() else {}) | new
     page.save(result)
     page.write(result)
     print("\n".join(page.shares(result)))
-    return 0
 
 
 if __name__ == "__main__":

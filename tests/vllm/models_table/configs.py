@@ -4,7 +4,7 @@ with few layers and all other sizes as they are. Nothing is allocated, so only t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.transformers_utils import configs as vllm_configs
 from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
-from tests.vllm.models_table.written import ADDED, CLASSES, WRITTEN
+from tests.vllm.models_table.written import ADDED, CLASSES, REMOVED, WRITTEN
 
 LAYERS = 8
 """Enough for the patterns of hybrids: one layer of eight has attention in Jamba, one of four no chunks in Llama 4."""
@@ -25,8 +25,28 @@ class NoConfigError(Exception):
     """No configuration of an architecture is known here."""
 
 
+class _Block(dict[str, Any]):
+    """A dict whose values are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
 class Written(PreTrainedConfig):
     """A configuration whose fields are written in written.py, as those of checkpoints that bring code of their own."""
+
+    def __init__(self, **fields: Any) -> None:
+        if blocks := fields.get("block_configs"):  # DeciLM's are objects
+            fields["block_configs"] = [_Block({part: _Block(block[part]) for part in block}) for block in blocks]
+        for name, value in fields.items():
+            if name.endswith("_config") and isinstance(value, dict) and "model_type" in value:
+                fields[name] = CONFIG_MAPPING.get(value["model_type"], Written)(**value)
+        if "llm_config" in fields:
+            fields["text_config"] = fields["llm_config"]
+        super().__init__(**fields)
 
 
 def config_of(architecture: str) -> tuple[dict[str, Any], str]:
@@ -35,15 +55,24 @@ def config_of(architecture: str) -> tuple[dict[str, Any], str]:
         fields = WRITTEN[architecture]
         model_type = fields["model_type"]
         if model_type not in CONFIG_MAPPING and model_type not in _CONFIG_REGISTRY:
-            AutoConfig.register(model_type, type("Written", (Written,), {"model_type": model_type}))
+            # Without an __init__ of its own, transformers would make one that takes the fields as they are.
+            fields_of_class = {"model_type": model_type, "__init__": Written.__init__}
+            AutoConfig.register(model_type, type("Written", (Written,), fields_of_class))
         return {"torch_dtype": "bfloat16", **fields, "architectures": [architecture]}, "written by hand"
     kind, source = _class_of(architecture)
     made = _shrunk(kind)
     content = made.to_dict() | {"architectures": [architecture], "torch_dtype": "bfloat16"}
     content.pop("dtype", None)
-    for name, value in ADDED.get(architecture, {}).items():
-        content[name] = content[name] | value if isinstance(value, dict) else value
-    return content, f"{source}'s {kind.__name__}"
+    return _merged(content, ADDED.get(architecture, {})), f"{source}'s {kind.__name__}"
+
+
+def _merged(content: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content with more fields, also in what is nested, and without those that are REMOVED."""
+    out = dict(content)
+    for name, value in added.items():
+        before = out.get(name)
+        out[name] = _merged(before, value) if isinstance(value, dict) and isinstance(before, dict) else value
+    return {name: value for name, value in out.items() if value is not REMOVED}
 
 
 def _class_of(architecture: str) -> tuple[type[PreTrainedConfig], str]:
@@ -100,6 +129,7 @@ def _few_layers(config: PreTrainedConfig) -> dict[str, Any]:
     """Returns the fields of a configuration, cut down to few layers; lists with an entry for each layer are cut too."""
     fields = config.to_dict()
     fields.pop("torch_dtype", None)
+    fields.pop("per_layer_config", None)  # is made from the others
     for name in _LAYER_NAMES:
         many = fields.get(name)
         if not isinstance(many, int) or many <= LAYERS:

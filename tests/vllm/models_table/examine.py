@@ -28,10 +28,12 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
+    FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SinkFullAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
     SparseCacheRole,
@@ -42,6 +44,7 @@ from kvcluster.core import model_kinds as kinds
 from kvcluster.engines.vllm import compat, registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from tests.vllm.build import format_on_a_gpu
+from tests.vllm.models_table.walk import first_line
 
 MAX_TOKENS = 256
 
@@ -58,6 +61,15 @@ _LACKING = ("torchvision", "timm", "cutlass", "cuda", "flashinfer")
 """Libraries of images and of kernels for GPUs, which models import, and which building their layers does not need."""
 
 
+class _EmptyKind(type):
+    """Makes every name of a class another such class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _EmptyKind(name, (), {"__init__": lambda self, *args, **kwargs: None})
+
+
 class _Empty(types.ModuleType):
     """A module of an absent library, in which every name is a class without content."""
 
@@ -66,7 +78,7 @@ class _Empty(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__init__": lambda self, *args, **kwargs: None})
+        return _EmptyKind(name, (), {"__init__": lambda self, *args, **kwargs: None})
 
 
 class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -116,9 +128,9 @@ def examine(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if refused := list(compat.refusals_of_settings(config)):
             sparse = getattr(config.model_config.hf_text_config, "index_topk", None)
             traits = [kinds.INDEXER] if sparse else [kinds.OTHER]
-            note = f"by its settings; its layers cannot be built here: {_first_line(error)}"
+            note = f"by its settings; its layers cannot be built here: {first_line(error)}"
             return {"traits": traits, "groups": [], "refused": refused, "token_bytes": None, "note": note}
-        if "meta tensor" not in str(error):
+        if "meta" not in str(error):
             raise
         config = _engine_config(folder)  # a model's layers are named once in a configuration
         layers, specs = _layers(config, folder, "cpu")
@@ -145,7 +157,7 @@ def _planned(config: Any, specs: dict[str, Any]) -> tuple[Any, str]:
         made = registration._plan(config, [specs], [registration._AMPLE])[0]
     except Exception as error:
         groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
-        return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), _first_line(error)
+        return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), first_line(error)
     config.cache_config.num_gpu_blocks = made.num_blocks
     return generate_scheduler_kv_cache_config([made]), ""
 
@@ -156,7 +168,7 @@ def _misfits(config: Any, kv: Any) -> Iterator[str]:
         layout = compat.layout(config, kv)
         registration.spec_of(config, layout, ConnectorSettings(), "sha256:1")
     except Exception as error:
-        yield f"{UNNAMED}{_first_line(error)}"
+        yield f"{UNNAMED}{first_line(error)}"
 
 
 def _engine_config(folder: Path) -> Any:
@@ -193,10 +205,6 @@ def _layers(config: Any, folder: Path, device: str) -> tuple[Mapping[str, Any], 
         current_platform.update_block_size_for_backend(config)
         layers = get_layers_from_vllm_config(config, AttentionLayerBase)
         return layers, dict(_specs(config, layers))
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _specs(config: Any, layers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -247,7 +255,9 @@ def _of_spec(spec: Any) -> Iterator[str]:
         yield kinds.CROSS
     elif getattr(spec, "non_causal", False):
         yield kinds.BIDIRECTIONAL
-    elif type(spec).__name__ == "FullAttentionSpec":
+    elif isinstance(spec, SinkFullAttentionSpec):
+        yield kinds.STATIC_SINKS
+    elif type(spec) is FullAttentionSpec:
         yield kinds.FULL
     else:
         yield kinds.OTHER

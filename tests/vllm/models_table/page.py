@@ -186,35 +186,46 @@ def page_text(result: Mapping[str, Any]) -> str:
     return "\n".join([*_introduction(result), *_kinds(result), *_checkpoints(result), *_architectures(result)]) + "\n"
 
 
+_INTRODUCTION = """\
+# Which models
+
+What [the connector for vLLM](vllm.md) serves, for every generative architecture in the registry of vLLM {vllm}. This
+page is written by `make models` ({minutes} minutes on two cores): it builds each model from a small configuration on
+torch's meta device, asks the layers that vLLM made for their KV, has vLLM group them, and asks the connector what it
+refuses. `kvcluster doctor --model PATH` says the same of a checkpoint's folder, from its config.json, without vLLM;
+`kvcluster doctor --engine vllm --model PATH` asks the installed vLLM.
+
+- **{proved}**: the connector accepts the model, and for each kind of KV that it keeps a real engine answers with the
+  cache as without it, to the last bit (`make e2e-vllm`, on CPUs). The checks run a model of each kind, not each model.
+- **{contract}**: the connector accepts what vLLM's own objects say of the model, and no real engine with this kind of
+  KV has been compared.
+- **{refused}**: an engine with this connector does not start, and says why.
+- **{not_examined}**: the model could not be built here; nothing is claimed.
+
+An architecture stands here with one configuration. A checkpoint's own may keep less or more, which is why the doctor
+reads it. Configurations are the defaults of transformers {transformers} or of vLLM with eight layers, or written by
+hand (`tests/vllm/models_table/written.py`). Empty modules stand for absent libraries of images and of GPU kernels.
+"""
+
+_DRAFTS = """
+The registry's {drafts} draft models (speculators) have no row: each is refused with the model that it speculates for
+(a group "belongs to a draft model"). Pooling models are not examined: they generate nothing.
+"""
+
+
 def _introduction(result: Mapping[str, Any]) -> Iterator[str]:
-    minutes = max(1, result["minutes"])
-    yield f"""# Which models
-
-What [the connector for vLLM](vllm.md) serves, for every generative architecture in the registry of vLLM {result["vllm"]}. This page is written by `make models` ({minutes} minutes): it
-builds each model from a small configuration on torch's meta device, asks the layers that vLLM made for their KV, has vLLM group them, and asks the connector what it refuses.
-`kvcluster doctor --model PATH` says the same of a checkpoint's folder, from its config.json, without vLLM; `kvcluster doctor --engine vllm --model PATH` asks the installed vLLM.
-
-- **{PROVED}**: a real engine answers with the cache as without it, to the last bit, with each kind of KV that the model keeps (`make e2e-vllm`; the checks are named below). The checks run one model of each kind, not each model.
-- **{CONTRACT}**: the connector accepts what vLLM's own objects say of the model, and no real engine with this kind of KV has been compared.
-- **{REFUSED}**: an engine with this connector does not start, and says why.
-- **{_NOT_EXAMINED}**: the model could not be built here; nothing is claimed.
-
-| architectures | |
-|---|---|"""
+    about = {"vllm": result["vllm"], "transformers": result["transformers"], "minutes": max(1, result["minutes"])}
+    outcomes = {"proved": PROVED, "contract": CONTRACT, "refused": REFUSED, "not_examined": _NOT_EXAMINED}
+    yield _INTRODUCTION.format(**about, **outcomes)
+    yield from ("| outcome | architectures |", "|---|---|")
     for line in shares(result):
         share, _, what = line.partition(": ")
         yield f"| {what} | {share} |"
-    yield ""
-    yield "Refused, by what is missing (an architecture may lack several):"
-    yield ""
-    yield "| missing | architectures |"
-    yield "|---|---|"
+    yield from ("", "What the refused lack, the most needed first (one may lack several):", "")
+    yield from ("| missing | architectures |", "|---|---|")
     for what, count in missing(result):
-        yield f"| {what} | {count} |"
-    yield f"""
-The registry's {result["drafts"]} draft models (speculators) are refused with every model: "a group belongs to a draft model". Pooling models keep nothing between requests.
-An architecture stands here with one configuration; a checkpoint's own may keep less or more, which is why the doctor reads it.
-"""
+        yield f"| {_cell(what)} | {count} |"
+    yield _DRAFTS.format(drafts=result["drafts"])
 
 
 def _kinds(result: Mapping[str, Any]) -> Iterator[str]:
@@ -226,15 +237,18 @@ def _kinds(result: Mapping[str, Any]) -> Iterator[str]:
     yield ""
 
 
+_CHECKPOINTS = """\
+## Checkpoints
+
+Examined in the same way with all their layers, from the fields of their published config.json
+([sources](../tests/vllm/checkpoints/README.md)). KiB are those of a token in all layers and heads.
+
+| checkpoint | architecture | kinds of KV | outcome | KiB a token | `doctor --model` |
+|---|---|---|---|---|---|"""
+
+
 def _checkpoints(result: Mapping[str, Any]) -> Iterator[str]:
-    yield from (
-        "## Checkpoints",
-        "",
-        "From their published config.json, with all layers ([sources](../tests/vllm/checkpoints/README.md)), examined in the same way. Bytes are those of one token in all layers, in the file's dtype.",
-        "",
-        "| checkpoint | architecture | kinds of KV | outcome | KiB a token | `doctor --model` |",
-        "|---|---|---|---|---|---|",
-    )
+    yield _CHECKPOINTS
     known = known_of(result)
     for name, row in sorted(result["checkpoints"].items(), key=lambda item: item[0].lower()):
         config = checkpoint(name)

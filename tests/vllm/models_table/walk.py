@@ -60,15 +60,20 @@ def _run(architecture: str, given: Mapping[str, Any] | None, writer: int) -> Non
     except BaseException as error:
         if "-v" in sys.argv:
             traceback.print_exc()
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = lines[1] if len(lines) > 1 and "validation error" in lines[0] else (lines or [""])[0]
-        told = re.sub(r" \[type=.*| Please check the logs.*", "", told).replace(folder, "FOLDER")
-        found = {"error": f"{type(error).__name__}: {told}"[:160].rstrip(": ")}
+        found = {"error": first_line(error).replace(folder, "FOLDER")}
     shutil.rmtree(folder, ignore_errors=True)
     sys.stderr.flush()
     with os.fdopen(writer, "wb") as answer:
         answer.write(json.dumps(found).encode())
     os._exit(0)
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the line of an error that says what is wrong, at most 160 characters; its type if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = lines[1] if len(lines) > 1 and "validation error" in lines[0] else (lines or [""])[0]
+    told = re.sub(r" \[type=.*| Please check the logs.*", "", told)
+    return told[:160] or type(error).__name__
 
 
 def deciding(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,48 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": 256,
     "num_key_value_heads": 8,
 }
+_LANGUAGE = (
+    _EXPERTS
+    | _LATENT
+    | {
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "moe_layer_freq": 1,
+        "q_lora_rank": None,
+    }
+)
+REMOVED = object()
+"""Stands for a field that checkpoints do not have."""
+
+_VL2 = {"language_config": _LANGUAGE, "text_config": REMOVED}
+_INTERN: dict[str, Any] = {
+    "model_type": "internvl_chat",
+    "downsample_ratio": 0.5,
+    "ps_version": "v2",
+    "select_layer": -1,
+    "force_image_size": 448,
+    "min_dynamic_patch": 1,
+    "max_dynamic_patch": 12,
+    "dynamic_image_size": True,
+    "use_thumbnail": True,
+    "vision_config": {
+        "model_type": "intern_vit_6b",
+        "hidden_size": 128,
+        "image_size": 448,
+        "patch_size": 14,
+        "num_channels": 3,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+        "qkv_bias": True,
+        "qk_normalization": False,
+        "norm_type": "layer_norm",
+        "layer_norm_eps": 1e-6,
+        "initializer_factor": 0.1,
+        "hidden_act": "gelu",
+    },
+    "llm_config": _DENSE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "layer_types": None},
+}
 _INDEXER = {"index_topk": 2048, "index_n_heads": 8, "index_head_dim": 128}
 _CONVOLUTIONS = ["conv", "conv", "full_attention", "conv"] * 2
 _NEMOTRON_H = ["mamba", "mlp", "mamba", "attention", "mamba", "mlp", "mamba", "attention"]
@@ -144,6 +186,26 @@ ADDED: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "Cosmos3EdgeForConditionalGeneration": {"text_config": {"rope_parameters": _ROPE}},
+    "DeepseekOCR2ForCausalLM": _VL2,
+    "DeepseekOCRForCausalLM": _VL2,
+    "DeepseekV41ForCausalLM": {"index_topk": 512, "hidden_size": 4096, "num_attention_heads": 64},
+    "DeepseekV4ForCausalLM": {"index_topk": 512},
+    "DeepseekVLV2ForCausalLM": _VL2,
+    "UnlimitedOCRForCausalLM": _VL2,
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "pixel_hidden_size": 1280,
+        "vision_config": {"embed_dim": 1280, "mlp_ratio": 4},
+    },
+    "KimiK25ForConditionalGeneration": {"text_config": {"n_routed_experts": 8}},
+    "LightOnOCRForConditionalGeneration": {
+        "vision_feature_layer": -1,
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": False,
+    },
+    "Step3VLForConditionalGeneration": {
+        "text_config": {"architectures": ["Step3TextForCausalLM"], "moe_layers_enum": "4,5,6,7"}
+    },
     "CohereCompassForConditionalGeneration": {"tie_word_embeddings": True},
     "DeepseekV32ForCausalLM": _INDEXER,
     "Glm4MoeForCausalLM": {"head_dim": 128, "first_k_dense_replace": 1},
@@ -161,6 +223,8 @@ ADDED: dict[str, dict[str, Any]] = {
     "HunYuanDenseV1ForCausalLM": {"head_dim": 128},
     "HunYuanMoEV1ForCausalLM": {"head_dim": 128},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "mamba", "mamba", "attention"] * 2},
+    "Gemma4ForConditionalGeneration": {"vision_config": {"model_type": "gemma4_vision"}},
+    "Gemma4UnifiedForConditionalGeneration": {"vision_config": {"model_type": "gemma4_vision"}},
     "Gemma3nForCausalLM": {"num_kv_shared_layers": 2},
     "InklingForCausalLM": {"padded_vocab_size": 1024},
     "Lfm2ForCausalLM": {"block_dim": 2560, "conv_dim": 2560, "layer_types": _CONVOLUTIONS},
@@ -176,7 +240,6 @@ ADDED: dict[str, dict[str, Any]] = {
     "Step3p5ForCausalLM": {"max_position_embeddings": 4096, "layer_types": _SLIDING, "sliding_window": 512},
     "Step3TextForCausalLM": {"moe_layers_enum": "4,5,6,7"},
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
-    "Qwen4ExpForCausalLM": {"output_gate_type": "sigmoid"},
 }
 """Fields that published checkpoints have beside those that the class writes, or in place of a default of it."""
 
@@ -185,7 +248,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "BailingMoeV2ForCausalLM": _EXPERTS | {"model_type": "bailing_moe_v2", "use_qkv_bias": False, "use_bias": False},
     "BailingMoeV2_5ForCausalLM": _EXPERTS
     | _LATENT
-    | {"model_type": "bailing_hybrid", "layer_group_size": 4, "use_bias": False},
+    | {"model_type": "bailing_hybrid", "layer_group_size": 4, "use_bias": False, "use_qkv_bias": False},
     "BailingMoeV3ForCausalLM": _EXPERTS
     | _LATENT
     | {
@@ -218,6 +281,9 @@ WRITTEN: dict[str, dict[str, Any]] = {
     },
     "DeepseekForCausalLM": _EXPERTS | {"model_type": "deepseek", "num_key_value_heads": 8, "moe_layer_freq": 1},
     "ExaoneForCausalLM": _DENSE | {"model_type": "exaone", "activation_function": "silu", "layer_norm_epsilon": 1e-5},
+    "InternVLChatModel": _INTERN,
+    "H2OVLChatModel": _INTERN | {"model_type": "h2ovl_chat"},
+    "SkyworkR1VChatModel": _INTERN | {"model_type": "skywork_chat"},
     "InternLM2ForCausalLM": _DENSE | {"model_type": "internlm2", "bias": False},
     "IQuestLoopCoderForCausalLM": _DENSE | {"model_type": "iquestloopcoder", "loop_num": 2, "loop_window_size": 64},
     "K2HorizonForCausalLM": _EXPERTS
