@@ -11,16 +11,17 @@ SERVED: tuple[tuple[tuple[str, ...], str], ...] = (
         """
     ApertusForCausalLM ArceeForCausalLM AriaForConditionalGeneration AudioFlamingo3ForConditionalGeneration
     BagelForConditionalGeneration BailingMoeForCausalLM BailingMoeV2ForCausalLM Blip2ForConditionalGeneration
-    BloomForCausalLM CohereCompassForConditionalGeneration CohereForCausalLM DbrxForCausalLM
-    DeepseekForCausalLM Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ExaoneForCausalLM FalconForCausalLM
-    FlexOlmoForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM
-    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4vForConditionalGeneration
-    Glm4vMoeForConditionalGeneration GlmAsrForConditionalGeneration GlmForCausalLM
-    GlmOcrForConditionalGeneration GraniteForCausalLM GraniteMoeForCausalLM GraniteMoeSharedForCausalLM
-    GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration HYV3ForCausalLM
-    HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM IQuestCoderForCausalLM
-    Idefics3ForConditionalGeneration InternLM2ForCausalLM InternLM3ForCausalLM
-    InternVLForConditionalGeneration Jais2ForCausalLM K2HorizonForCausalLM LLaMAForCausalLM LagunaForCausalLM
+    BloomForCausalLM CohereCompassForConditionalGeneration CohereForCausalLM
+    Cosmos3EdgeForConditionalGeneration DbrxForCausalLM DeciLMForCausalLM DeepseekForCausalLM
+    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ExaoneForCausalLM FalconForCausalLM FlexOlmoForCausalLM
+    GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM GPTNeoXForCausalLM GemmaForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration
+    GlmAsrForConditionalGeneration GlmForCausalLM GlmOcrForConditionalGeneration GraniteForCausalLM
+    GraniteMoeForCausalLM GraniteMoeSharedForCausalLM GraniteSpeechForConditionalGeneration
+    GraniteSpeechPlusForConditionalGeneration HYV3ForCausalLM HunYuanDenseV1ForCausalLM
+    HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM IQuestCoderForCausalLM Idefics3ForConditionalGeneration
+    InternLM2ForCausalLM InternLM3ForCausalLM InternVLForConditionalGeneration Jais2ForCausalLM
+    K2HorizonForCausalLM LLaMAForCausalLM LagunaForCausalLM LightOnOCRForConditionalGeneration
     LlamaForCausalLM LlavaForConditionalGeneration LlavaNextForConditionalGeneration
     LlavaNextVideoForConditionalGeneration LlavaOnevisionForConditionalGeneration MellumForCausalLM
     MiMoForCausalLM MiniCPM3ForCausalLM MiniCPMForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
@@ -34,7 +35,8 @@ SERVED: tuple[tuple[tuple[str, ...], str], ...] = (
     Qwen3ASRRealtimeGeneration Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3VLForConditionalGeneration
     Qwen3VLMoeForConditionalGeneration SarvamMoEForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM
     SmolVLMForConditionalGeneration SolarForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
-    Step3TextForCausalLM TeleChat2ForCausalLM TeleChat3ForCausalLM TeleFLMForCausalLM
+    Step3TextForCausalLM Step3VLForConditionalGeneration TeleChat2ForCausalLM TeleChat3ForCausalLM
+    TeleFLMForCausalLM
         """,
     ),
     (
@@ -63,7 +65,8 @@ SERVED: tuple[tuple[tuple[str, ...], str], ...] = (
         ("latents (MLA)",),
         """
     AXK1ForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM Glm4MoeLiteForCausalLM
-    KimiVLForConditionalGeneration MistralLarge3ForCausalLM PanguUltraMoEForCausalLM SarvamMLAForCausalLM
+    KimiK25ForConditionalGeneration KimiVLForConditionalGeneration MistralLarge3ForCausalLM
+    PanguUltraMoEForCausalLM SarvamMLAForCausalLM
         """,
     ),
     (
@@ -92,7 +95,8 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("an indexer's cache",),
         "its attention is sparse, and the indexer that chooses its tokens has a cache beside the KV",
         """
-    DeepseekV32ForCausalLM Glm5NextForConditionalGeneration GlmMoeDsaForCausalLM
+    DeepseekV32ForCausalLM DeepseekV41ForCausalLM DeepseekV4ForCausalLM Glm5NextForConditionalGeneration
+    GlmMoeDsaForCausalLM
         """,
     ),
     (
@@ -161,7 +165,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         ("full attention", "sliding windows", "layers of several shapes"),
         "its groups of layers have blocks of 128, 256 tokens; all must have as many",
         """
-    Gemma4ForCausalLM
+    Gemma4ForCausalLM Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
         """,
     ),
     (
@@ -186,40 +190,44 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     BailingMoeV3ForCausalLM
         """,
     ),
+    (
+        ("static sinks",),
+        "a group keeps SinkFullAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, "
+        "MLAAttentionSpec",
+        """
+    PanguProMoEV2ForCausalLM
+        """,
+    ),
 )
 UNREAD = """
-    IQuestLoopCoderForCausalLM Step3TextForCausalLM Step3p5ForCausalLM
+    IQuestLoopCoderForCausalLM Step3TextForCausalLM Step3VLForConditionalGeneration Step3p5ForCausalLM
 """
 NOT_EXAMINED = """
     AliceAIForCausalLM Alpamayo2Super BailingMoeV2_5ForCausalLM BailingMoeV3VLForConditionalGeneration
     BeamForCausalLM BeeForConditionalGeneration ChatGLMForConditionalGeneration ChatGLMModel
-    CohereAsrForConditionalGeneration Cosmos3EdgeForConditionalGeneration Cosmos3ForConditionalGeneration
-    DeciLMForCausalLM DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM DeepseekV41ForCausalLM
-    DeepseekV4ForCausalLM DeepseekV4ForConditionalGeneration DeepseekVLV2ForCausalLM
+    CohereAsrForConditionalGeneration Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM
+    DeepseekOCRForCausalLM DeepseekV4ForConditionalGeneration DeepseekVLV2ForCausalLM
     DiffusionGemmaForBlockDiffusion DomynEdgeForCausalLM DoryForCausalLM Dots3NoteForCausalLM
     DotsOCRForCausalLM Eagle2_5_VLForConditionalGeneration Emu3ForConditionalGeneration
     Ernie4_5_VLMoeForConditionalGeneration FireRedASR2ForConditionalGeneration FlintForCausalLM
     FunASRForConditionalGeneration FunAudioChatForConditionalGeneration GLM4VForCausalLM
-    Gemma3nForConditionalGeneration Gemma4ForConditionalGeneration Gemma4UnifiedForConditionalGeneration
-    Glm5NextForCausalLM Granite4VisionForConditionalGeneration H2OVLChatModel HCXVisionV2ForCausalLM
-    HfMoondream HunYuanVLForConditionalGeneration InklingForCausalLM InklingForConditionalGeneration
-    InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
+    Gemma3nForConditionalGeneration Glm5NextForCausalLM Granite4VisionForConditionalGeneration H2OVLChatModel
+    HCXVisionV2ForCausalLM HfMoondream HunYuanVLForConditionalGeneration InklingForCausalLM
+    InklingForConditionalGeneration InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
     InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration InternVLChatModel
     IsaacForConditionalGeneration KananaVForConditionalGeneration KeyeForConditionalGeneration
-    KeyeVL1_5ForConditionalGeneration KimiK25ForConditionalGeneration KimiK3ForConditionalGeneration
-    KimiLinearForCausalLM Kolibri1ForCausalLM LightOnOCRForConditionalGeneration Llama_Nemotron_Nano_VL
-    LlavaOnevision2ForConditionalGeneration LongcatFlashNgramForCausalLM MiDashengLMModel
-    MiMoV2OmniForCausalLM MiniCPMO MiniCPMOcrForConditionalGeneration MiniCPMV MiniMaxM3SparseForCausalLM
-    MiniMaxM3SparseForConditionalGeneration Molmo2ForConditionalGeneration MolmoForCausalLM
-    Moondream3ForCausalLM MoonshotKimiaForCausalLM MossAudioModel MuseSparkForConditionalGeneration NVLM_D
-    NanbeigeForCausalLM NemotronH_Nano_Omni_Reasoning_V3 NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3
-    NemotronH_Super_Omni_Reasoning_V3 NemotronParseForConditionalGeneration OpenCUAForConditionalGeneration
-    OpenPanguVLForConditionalGeneration Ovis Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM
-    PanguProMoEV2ForCausalLM Phi3VForCausalLM Phi4ForCausalLMV Phi4MMForCausalLM
+    KeyeVL1_5ForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM Kolibri1ForCausalLM
+    Llama_Nemotron_Nano_VL LlavaOnevision2ForConditionalGeneration LongcatFlashNgramForCausalLM
+    MiDashengLMModel MiMoV2OmniForCausalLM MiniCPMO MiniCPMOcrForConditionalGeneration MiniCPMV
+    MiniMaxM3SparseForCausalLM MiniMaxM3SparseForConditionalGeneration Molmo2ForConditionalGeneration
+    MolmoForCausalLM Moondream3ForCausalLM MoonshotKimiaForCausalLM MossAudioModel
+    MuseSparkForConditionalGeneration NVLM_D NanbeigeForCausalLM NemotronH_Nano_Omni_Reasoning_V3
+    NemotronH_Nano_VL_V2 NemotronH_Omni_Reasoning_V3 NemotronH_Super_Omni_Reasoning_V3
+    NemotronParseForConditionalGeneration OpenCUAForConditionalGeneration OpenPanguVLForConditionalGeneration
+    Ovis Ovis2_5 Ovis2_6ForCausalLM Ovis2_6_MoeForCausalLM Phi3VForCausalLM Phi4ForCausalLMV Phi4MMForCausalLM
     PixtralForConditionalGeneration Qwen3OmniMoeForConditionalGeneration Qwen4ExpForCausalLM
     Qwen4ExpForConditionalGeneration RForConditionalGeneration RadioMBartPrefixForCausalLM Rnj1ForCausalLM
-    SkyworkR1VChatModel Step1ForCausalLM Step3VLForConditionalGeneration Step3p7ForConditionalGeneration
-    Step5ForCausalLM Step5ForConditionalGeneration StepVLForConditionalGeneration UltravoxModel
-    UnlimitedOCRForCausalLM VibeVoiceAsrForConditionalGeneration VoxtralForConditionalGeneration
-    VoxtralRealtimeGeneration
+    SkyworkR1VChatModel Step1ForCausalLM Step3p7ForConditionalGeneration Step5ForCausalLM
+    Step5ForConditionalGeneration StepVLForConditionalGeneration UltravoxModel UnlimitedOCRForCausalLM
+    VibeVoiceAsrForConditionalGeneration VoxtralForConditionalGeneration VoxtralRealtimeGeneration
 """
