@@ -123,16 +123,14 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("full attention", "chunked attention"),
-        "a group keeps ChunkedLocalAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, "
-        "MLAAttentionSpec",
+        "a group keeps ChunkedLocalAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
         """
     Llama4ForCausalLM Llama4ForConditionalGeneration
         """,
     ),
     (
         ("full attention", "cross attention"),
-        "a group keeps CrossAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, "
-        "MLAAttentionSpec",
+        "a group keeps CrossAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
         """
     WhisperForConditionalGeneration
         """,
@@ -170,8 +168,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("latents (MLA)",),
-        "not refused by name, and no engine of it starts: layer name "
-        "model.layers.0.self_attn.0.attn should only contain one integer",
+        "a group has several caches in one layer of the model, such as model.layers.0.self_attn.0.attn",
         """
     LongcatFlashForCausalLM
         """,
@@ -192,8 +189,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("static sinks",),
-        "a group keeps SinkFullAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, "
-        "MLAAttentionSpec",
+        "a group keeps SinkFullAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
         """
     PanguProMoEV2ForCausalLM
         """,
