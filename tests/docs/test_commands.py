@@ -33,7 +33,6 @@ NOT_RUN = [
     (r"serve run ", "needs vLLM beside Ray Serve: tests/vllm/e2e/serve.py runs this application"),
     (r"python examples/prefill_decode_proxy.py ", "needs two vLLM servers: tests/vllm/e2e/prefill.py"),
     (r"kvcluster doctor --engine", "needs vLLM: tests/cli/test_engine_doctor.py, tests/vllm/test_examine.py"),
-    (r"kvcluster doctor --model", "needs a checkpoint: tests/cli/test_model_doctor.py"),
     (r"pip install|python3 -m venv", "downloads packages: .ci/run installs, tests/compat/releases.py builds wheels"),
     (r"kvcluster token --secret --to", "a second run is refused, as the secret may be in use: tests/cli/test_cli.py"),
     (r"kvcluster .*--ca ", "needs a cluster that speaks TLS: tests/actors/test_tls.py, tests/hosts/test_hosts.py"),
