@@ -12,6 +12,7 @@ CHART_ARGS ?=
 LOCK_ARGS ?=
 WHEELS_ARGS ?=
 E2E_ARGS ?=
+MODELS_ARGS ?=
 GPU_ARGS ?=
 ENGINE ?= docker
 IMAGE ?= kvcluster
@@ -42,7 +43,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events certs bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients fuzz-quick integrity alerts gpu chart pods image image-check compat mutants unordered sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients fuzz-quick integrity alerts gpu chart pods image image-check compat mutants unordered sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm models
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +101,10 @@ test-triton: .venv-vllm ## the Triton kernels in Triton's interpreter, and compi
 
 fuzz-vllm: .venv-vllm ## engines over one cluster against an oracle (FUZZ_OPERATIONS=1000000; FUZZ_SEED=1 for others; FUZZ_ARGS=--twin: KV on a twin of a GPU)
 	@.venv-vllm/bin/python -m tests.vllm.differential --operations $(FUZZ_OPERATIONS) --seed $(FUZZ_SEED) $(FUZZ_ARGS)
+
+models: .venv-vllm ## which of vLLM's models are served: examine every architecture, write docs/models.md (minutes; MODELS_ARGS=--pages writes alone)
+	@.venv-vllm/bin/python -m tests.vllm.models_table $(MODELS_ARGS)
+	@$(BIN)/ruff format -q kvcluster/core/architectures.py
 
 e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the long form (E2E_ARGS="--only llama" for a part)
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)

@@ -21,7 +21,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from kvcluster.cli import engine_doctor, gpu_doctor
+from kvcluster.cli import engine_doctor, gpu_doctor, model_doctor
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import (
     add_coordinator_args,
@@ -82,6 +82,7 @@ def add(commands: Any) -> None:
             "kvcluster doctor --address 10.0.0.5:7070 --token-from ops.token",
             "kvcluster doctor --ports cluster.toml  # the ports to open in firewalls",
             "kvcluster doctor --engine vllm --model Qwen/Qwen3-0.6B",
+            "kvcluster doctor --model /models/llama  # is it served? from its config.json",
         ],
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
@@ -109,6 +110,8 @@ def _doctor(options: argparse.Namespace) -> int:
         return gpu_doctor.run(as_json=options.json)
     if engine_doctor.is_asked(options):
         return engine_doctor.run(options, examine)
+    if options.model:
+        return model_doctor.run(options.model, as_json=options.json)
     found = examine(address_of(options), credentials_of(options))
     print_figures(found, add_diagnosis, as_json=options.json)
     return 0 if found["healthy"] and not any(problem["severe"] for problem in found["cluster"]["problems"]) else 1

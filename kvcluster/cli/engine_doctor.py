@@ -43,7 +43,10 @@ def add_arguments(doctor: Any) -> None:
         "--engine", choices=list(ENGINES), help="examine this engine's installation (default: check the cluster)"
     )
     group.add_argument(
-        "--model", metavar="MODEL", help="model, as the engine is given it; needed with --engine (default: none)"
+        "--model",
+        metavar="MODEL",
+        help="model, as the engine is given it; without --engine a checkpoint's folder, of which config.json alone is "
+        "examined, without the engine (default: none)",
     )
     group.add_argument(
         "--kv-transfer-config",
@@ -66,7 +69,6 @@ def is_asked(options: argparse.Namespace) -> bool:
         return True
     for given, name in (
         (options.engine_arguments, " ".join(options.engine_arguments)),
-        (options.model, "--model"),
         (options.kv_transfer_config, "--kv-transfer-config"),
         (options.read_weights, "--read-weights"),
     ):

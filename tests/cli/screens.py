@@ -6,8 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.cli.cluster_doctor import judged
+from kvcluster.cli.model_doctor import findings
 from kvcluster.cli.pin import pins_dict
 from kvcluster.client.status import status_dict, tenant_dict
+from kvcluster.core.groups import Group, Plane, window
 from kvcluster.core.ids import Epoch, ShardId, Tenant
 from kvcluster.core.messages import (
     Findings,
@@ -25,6 +27,8 @@ from kvcluster.core.messages import (
     TierUse,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.model_kinds import FULL, MAMBA, SINKS, WINDOWS
+from kvcluster.core.model_outcome import CONTRACT, REFUSED, UNKNOWN, ModelOutcome
 from kvcluster.core.spec import KVSpec
 from kvcluster.transfers.transfer import BlockExplanation, Lookup, PinListing, PinnedPrefix
 
@@ -224,6 +228,31 @@ def unreachable() -> dict[str, Any]:
         "healthy": False,
         "verdict": f"this machine cannot use the cluster: {why}",
     }
+
+
+def _model(path: str, outcome: ModelOutcome) -> dict[str, Any]:
+    return findings(path, outcome) | {"vllm": "0.32.0"}
+
+
+def served_model() -> dict[str, Any]:
+    """What the doctor finds of a checkpoint with windows, whose dtype its file does not give."""
+    planes = Plane("k", 8, 64, "bfloat16"), Plane("v", 8, 64, "bfloat16")
+    groups = Group(tuple(range(1, 24, 2)), planes), Group(tuple(range(0, 24, 2)), planes, window(128))
+    assumed = ("config.json gives no dtype: bfloat16 is assumed",)
+    kinds = FULL, WINDOWS, SINKS
+    return _model("/models/gpt-oss", ModelOutcome("GptOssForCausalLM", CONTRACT, "", kinds, groups, assumed))
+
+
+def refused_model() -> dict[str, Any]:
+    """What it finds of a hybrid."""
+    why = "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec"
+    return _model("/models/jamba", ModelOutcome("JambaForCausalLM", REFUSED, why, (FULL, MAMBA)))
+
+
+def unknown_model() -> dict[str, Any]:
+    """What it finds of an architecture that vLLM does not have."""
+    why = "none of its architectures is among those of vLLM that were examined"
+    return _model("/models/new", ModelOutcome("NewForCausalLM", UNKNOWN, why))
 
 
 CERTIFICATE: dict[str, Any] = {

@@ -183,7 +183,7 @@ def test_a_token_that_cannot_be_read_is_the_clusters_trouble(
     [
         (["--engine", "vllm"], "--engine needs --model"),
         (["foo"], "foo belongs to the examination of an engine: give --engine vllm, too"),
-        (["--model", "m"], "--model belongs to the examination of an engine"),
+        (["--model", "m", "--read-weights"], "--read-weights belongs to the examination of an engine"),
         (["--read-weights"], "--read-weights belongs to the examination of an engine"),
         (["--kv-transfer-config", "{}"], "--kv-transfer-config belongs to the examination of an engine"),
         (["--engine", "vllm", "--model", "m", "--kv-transfer-config", "{"], "--kv-transfer-config is not JSON"),

@@ -20,6 +20,7 @@ from kvcluster.cli.command_parser import CommandParser
 from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.explain import add_explanation, add_lookup
 from kvcluster.cli.main import parser
+from kvcluster.cli.model_doctor import add_findings
 from kvcluster.cli.pin import add_pins
 from kvcluster.cli.status_view import add_engines, add_status
 from kvcluster.cli.tenants import add_tenants
@@ -43,6 +44,9 @@ SCREENS: dict[str, Callable[[TextPage], None]] = {
     "doctor where all is well": lambda page: add_diagnosis(page, screens.diagnosis()),
     "doctor of a cluster in trouble": lambda page: add_diagnosis(page, screens.bad_diagnosis()),
     "doctor where nothing listens": lambda page: add_diagnosis(page, screens.unreachable()),
+    "doctor of a checkpoint that is served": lambda page: add_findings(page, screens.served_model()),
+    "doctor of a checkpoint that is refused": lambda page: add_findings(page, screens.refused_model()),
+    "doctor of a checkpoint that is not known": lambda page: add_findings(page, screens.unknown_model()),
     "lookup": lambda page: add_lookup(page, screens.LOOKUP, screens.SPEC, 1_604),
     "lookup that finds nothing": lambda page: add_lookup(page, screens.NO_LOOKUP, screens.SPEC, 1_604),
     "a certificate": lambda page: add_certificate(page, screens.CERTIFICATE),

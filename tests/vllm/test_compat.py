@@ -163,6 +163,10 @@ def test_kinds_of_kv_that_are_not_reviewed_are_refused_by_name(llama: Path, spec
             lambda group: [group, replace(group, kv_cache_spec=replace(group.kv_cache_spec, block_size=8))],
         ),
         ("group 0 belongs to a draft model", lambda group: [replace(group, is_eagle_group=True)]),
+        (
+            "several caches in one layer of the model, such as model.layers.0.self_attn.0.attn",
+            lambda group: [replace(group, layer_names=["model.layers.0.self_attn.0.attn"])],
+        ),
         ("group 1 belongs to a draft model", lambda group: [group, replace(group, enable_kv_transfer=False)]),
         ("keeps KV as auto", with_spec(lambda spec: replace(spec, kv_quant_mode=KVQuantMode.NVFP4))),
         ("to what follows", with_spec(lambda spec: replace(spec, non_causal=True))),

@@ -193,6 +193,8 @@ def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
             yield from _refusals_of_latents(spec, number)
         if group.is_eagle_group or not getattr(group, "enable_kv_transfer", True):
             yield f"group {number} belongs to a draft model; speculate with --speculative-config of method ngram"
+        if any(sum(map(str.isdecimal, name.split("."))) != 1 for name in group.layer_names):
+            yield f"group {number} has several caches in one layer of the model, such as {group.layer_names[0]}"
         if fp8_dtype(config, spec) is None:
             yield (
                 f"group {number} keeps KV as {config.cache_config.cache_dtype} ({spec.kv_quant_mode.name}); served are "
