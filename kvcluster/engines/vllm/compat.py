@@ -319,6 +319,13 @@ def prefix_cache_is_unused(cache_manager: Any) -> bool:
     return not cache_manager.enable_caching or in_use <= 1  # the null block always is
 
 
+def empty_prefix_cache(cache_manager: Any) -> bool:
+    """Empties the engine's own prefix cache. Returns False, and changes nothing, while a request has blocks in it."""
+    if not prefix_cache_is_unused(cache_manager):
+        return False
+    return not cache_manager.enable_caching or bool(cache_manager.reset_prefix_cache())
+
+
 def has_few_blocks(cache_manager: Any) -> bool:
     """Whether less than an eighth of the engine's blocks is free: not in use by any request."""
     pool = cache_manager.block_pool

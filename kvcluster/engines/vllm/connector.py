@@ -23,6 +23,7 @@ from vllm.logger import init_logger
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.settings as settings
+import kvcluster.engines.vllm.weight_versions as weight_versions
 from kvcluster.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvcluster.engines.vllm.observer import observer
 from kvcluster.engines.vllm.registration import Adapters, Registration
@@ -109,7 +110,9 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                     kv_cache_config.num_blocks, vllm_config.parallel_config.tensor_parallel_size, stores, loads
                 ),
                 forget=self._forget,
+                empty_own_cache=self._empty_own_cache,
             )
+            weight_versions.watch()
         else:
             self._worker = WorkerSide(chosen, layout, registration)
         registration.start()
@@ -155,6 +158,20 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         manager = self._kv_cache_manager
         self._of_scheduler.reset(ready=manager is not None and compat.prefix_cache_is_unused(manager))
         return True
+
+    def before_rpc(self, method: object) -> None:
+        """The engine's core calls this before a call to its workers, which may change weights (weight_versions.py)."""
+        if self._scheduler is not None:
+            self._scheduler.before_rpc(method)
+
+    def weight_version_set(self, version: object) -> None:
+        """The engine's core calls this once its weights have this version."""
+        if self._scheduler is not None:
+            self._scheduler.weight_version_set(version)
+
+    def _empty_own_cache(self) -> bool:
+        manager = self._kv_cache_manager
+        return manager is not None and compat.empty_prefix_cache(manager)
 
     def _forget(self, blocks: set[int]) -> None:
         if self._kv_cache_manager is not None:  # the scheduler binds it as soon as it has one

@@ -33,6 +33,7 @@ from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.store_planner import StorePlanner
+from kvcluster.engines.vllm.weight_versions import WeightVersions
 from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
@@ -63,6 +64,7 @@ class SchedulerSide:
         engine: EngineShape,
         *,
         forget: Callable[[set[int]], object] = lambda blocks: None,
+        empty_own_cache: Callable[[], bool] = lambda: False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings = settings
@@ -85,12 +87,20 @@ class SchedulerSide:
         self._step = 0
         self._planner = StorePlanner(layout, self._in_flight, ranks=engine.ranks, engine_blocks=engine.blocks)
         self.stats = Stats()
+        self._versions = WeightVersions(
+            registration,
+            stop=lambda: self.reset(ready=not registration.run and empty_own_cache()),
+            empty_own_cache=empty_own_cache,
+            log=registration.log,
+        )
 
     # --------------------------------------------------------------------------------------- before a request runs
 
     def matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens that can be loaded behind the `local_tokens` that the engine has (None while
         that is not known), and whether they are loaded beside the forward passes."""
+        if not local_tokens:  # a request that has blocks of the engine's own cache would keep them
+            self._versions.use_waiting()
         tokens, beside = self._matched(of_engine, local_tokens)
         if tokens is not None and self._shares_a_load(of_engine, local_tokens):
             return None, False
@@ -197,7 +207,7 @@ class SchedulerSide:
         held, self._held = tuple(self._held), []
         return Step(
             number=self._step,
-            weights=client.spec.weights if client is not None else "",
+            weights=client.spec.weights if client is not None else self._registration.wanted,
             chains=tuple(chains),
             loads=loads,
             stores=tuple(stores),
@@ -351,11 +361,20 @@ class SchedulerSide:
 
     def reset(self, *, ready: bool = False) -> None:
         """Stops sharing KV: the engine's weights may have changed. `ready` as in Registration.withdraw."""
+        self._versions.stopped()
         self._registration.withdraw(ready=ready)
         for request in self._requests.values():
             request.end_lookup()
             request.private = request.load_failed = True
         self._planner.lossy.clear()
+
+    def before_rpc(self, method: object) -> None:
+        """Stops sharing if the call that the workers are about to carry out may change the weights."""
+        self._versions.before_rpc(method)
+
+    def weight_version_set(self, version: object) -> None:
+        """Shares under this version of the weights of the engine's run, if its settings name one."""
+        self._versions.set(version)
 
     def close(self) -> None:
         for request in self._requests.values():
