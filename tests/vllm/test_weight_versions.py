@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.engine.core import EngineCore
 
 from kvcluster.core import limits
 from kvcluster.engines.vllm import weight_versions, weights
 from kvcluster.engines.vllm.connector import KVClusterConnector
 from kvcluster.engines.vllm.registration import Registration
+from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.settings import parse_settings
 from kvcluster.engines.vllm.weight_versions import VERSION_BYTES, run_fault, version_fault, version_weights
 from kvcluster.errors import ConfigError, LimitError
@@ -121,12 +125,12 @@ def test_the_toy_finds_a_version_that_is_ignored(loop: Loop, monkeypatch: pytest
 def test_the_toy_finds_a_change_that_is_noticed_one_step_late(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[Callable[[], None]] = []
     for name in ("before_rpc", "weight_version_set"):
-        on_time = getattr(KVClusterConnector, name)
+        on_time = getattr(SchedulerSide, name)
 
-        def put_off(connector: Any, given: object, on_time: Any = on_time) -> None:
-            late.append(lambda: on_time(connector, given))
+        def put_off(side: Any, given: object, on_time: Any = on_time) -> None:
+            late.append(lambda: on_time(side, given))
 
-        monkeypatch.setattr(KVClusterConnector, name, put_off)
+        monkeypatch.setattr(SchedulerSide, name, put_off)
     build = KVClusterConnector.build_connector_meta
 
     def after(connector: Any, output: Any) -> Any:
@@ -358,31 +362,51 @@ def test_a_cluster_without_room_for_a_namespace_is_asked_again(loop: Loop, monke
 # ------------------------------------------------------------------------------------------------ vLLM's own core
 
 
+class Listener:
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def before_rpc(self, method: object) -> None:
+        self.told.append(method)
+
+    def weight_version_set(self, version: object) -> None:
+        self.told.append(version)
+
+
+class Other:
+    """A connector of another make, or of several."""
+
+    def __init__(self, *connectors: object) -> None:
+        self._connectors = connectors
+
+
+def core_with(connector: object) -> Any:
+    return SimpleNamespace(scheduler=SimpleNamespace(connector=connector))
+
+
 def test_the_core_tells_connectors_within_another_and_none_while_it_is_made() -> None:
-    told: list[object] = []
-    inner = SimpleNamespace(before_rpc=told.append, weight_version_set=told.append)
-    weight_versions.watch()
-    weight_versions._each(
-        SimpleNamespace(scheduler=SimpleNamespace(connector=SimpleNamespace(_connectors=[inner]))), tell
-    )
-    assert told == ["seen"]
-    for core in (SimpleNamespace(), SimpleNamespace(scheduler=SimpleNamespace(connector=None))):
-        weight_versions._each(core, tell)
-    assert told == ["seen"]
+    listener, inner = Listener(), Other()
+    weight_versions.watch(inner, listener)
+    for core in (core_with(inner), core_with(Other(Other(), inner)), core_with(Other()), core_with(None), Other()):
+        weight_versions._each(core, lambda one: one.before_rpc("seen"))
+    assert listener.told == ["seen", "seen"]
 
 
-def tell(one: weight_versions.WatchesWeights) -> None:
-    one.before_rpc("seen")
+def test_an_engine_that_has_ended_is_told_nothing_and_not_kept() -> None:
+    listener, inner = Listener(), Other()
+    weight_versions.watch(inner, listener)
+    del listener
+    gc.collect()
+    weight_versions._each(core_with(inner), lambda one: pytest.fail("it is gone"))
+    del inner
+    gc.collect()
+    assert not any(isinstance(one, Other) for one in weight_versions._LISTENERS)
 
 
 def test_the_core_keeps_the_signatures_by_which_vllm_converts_arguments() -> None:
-    from inspect import signature
-
-    from vllm.v1.engine.core import EngineCore
-
-    weight_versions.watch()
+    weight_versions._watch_cores()
     once = EngineCore.set_weight_version
-    weight_versions.watch()
+    weight_versions._watch_cores()
     assert EngineCore.set_weight_version is once
     assert list(signature(EngineCore.set_weight_version).parameters) == ["self", "weight_version"]
     assert list(signature(EngineCore.collective_rpc).parameters) == ["self", "method", "timeout", "args", "kwargs"]

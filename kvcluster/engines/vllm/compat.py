@@ -292,6 +292,11 @@ def transfer_params(request: Any) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
+def kv_hints(request: Any) -> Any:
+    """Returns the hints of an orchestrator that the request carries; None if there are none."""
+    return getattr(request, "kv_hints", None)
+
+
 def roles(config: Any) -> tuple[bool, bool]:
     """Returns whether this engine stores, and whether it loads."""
     role = config.kv_transfer_config.kv_role

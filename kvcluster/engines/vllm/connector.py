@@ -112,7 +112,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 forget=self._forget,
                 empty_own_cache=self._empty_own_cache,
             )
-            weight_versions.watch()
+            weight_versions.watch(self, self._scheduler)
         else:
             self._worker = WorkerSide(chosen, layout, registration)
         registration.start()
@@ -158,16 +158,6 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         manager = self._kv_cache_manager
         self._of_scheduler.reset(ready=manager is not None and compat.prefix_cache_is_unused(manager))
         return True
-
-    def before_rpc(self, method: object) -> None:
-        """The engine's core calls this before a call to its workers, which may change weights (weight_versions.py)."""
-        if self._scheduler is not None:
-            self._scheduler.before_rpc(method)
-
-    def weight_version_set(self, version: object) -> None:
-        """The engine's core calls this once its weights have this version."""
-        if self._scheduler is not None:
-            self._scheduler.weight_version_set(version)
 
     def _empty_own_cache(self) -> bool:
         manager = self._kv_cache_manager

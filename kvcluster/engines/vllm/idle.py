@@ -45,12 +45,6 @@ class IdleScheduler:
     def reset(self, *, ready: bool = False) -> None:
         """Nothing is shared."""
 
-    def before_rpc(self, method: object) -> None:
-        """Nothing is shared."""
-
-    def weight_version_set(self, version: object) -> None:
-        """Nothing is shared."""
-
     def close(self) -> None:
         """Nothing is open."""
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.kv_hints as kv_hints
 import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.client.client import Client
 from kvcluster.core.ids import BlockHash
@@ -81,6 +82,7 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
         self._in_flight = LoadsInFlight(engine.ranks)
+        self._hints: dict[str, kv_hints.HintAnswers] = {}  # by request that carries some
         self._ended: list[str] = []
         self._held: list[str] = []
         self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
@@ -99,6 +101,9 @@ class SchedulerSide:
     def matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens that can be loaded behind the `local_tokens` that the engine has (None while
         that is not known), and whether they are loaded beside the forward passes."""
+        if (hints := compat.kv_hints(of_engine)) is not None and of_engine.request_id not in self._hints:
+            self._hints[of_engine.request_id] = answers = kv_hints.answer(hints)
+            self.stats.answered(answers)
         if not local_tokens:  # a request that has blocks of the engine's own cache would keep them
             self._versions.use_waiting()
         tokens, beside = self._matched(of_engine, local_tokens)
@@ -314,9 +319,11 @@ class SchedulerSide:
     def finished(self, of_engine: Any) -> tuple[bool, dict[str, Any] | None]:
         """Ends a request. Returns whether its blocks are still read, and the `kv_transfer_params` of its answer."""
         name = of_engine.request_id
-        request = self._requests.pop(name, None)
+        request, hints = self._requests.pop(name, None), self._hints.pop(name, None)
         if request is None:
-            return False, None
+            return False, {
+                "kvcluster": {"hints": hints.plain()}
+            } if hints is not None and self._settings.report else None
         request.end_lookup()
         self._ended.append(name)
         if request.has(self._in_flight.in_doubt()):
@@ -326,11 +333,12 @@ class SchedulerSide:
         if hold:
             self._held.append(name)
             self._kept.add(name)
-        return hold, self._answer(request)
+        return hold, self._answer(request, hints)
 
-    def _answer(self, request: RequestState) -> dict[str, Any] | None:
+    def _answer(self, request: RequestState, hints: kv_hints.HintAnswers | None) -> dict[str, Any] | None:
         """Returns the `kv_transfer_params` of a request's answer; None if it has none."""
-        report = {"kvcluster": request.report()} if self._settings.report else None
+        of_hints = {} if hints is None else {"hints": hints.plain()}
+        report = {"kvcluster": request.report() | of_hints} if self._settings.report else None
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
             return report
         blocks = min(request.stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)

@@ -24,7 +24,8 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, ref
 
 from kvcluster.core.spec import RUN_WEIGHTS
 from kvcluster.engines.vllm.compat import as_bytes
@@ -80,9 +81,8 @@ def version_weights(run: str, base: str, version: str) -> str:
 # ------------------------------------------------------------------------------------------------- the engine core
 
 
-@runtime_checkable
 class WatchesWeights(Protocol):
-    """A connector that is told. Both are called on the thread of the engine's core, between two steps."""
+    """What is told of an engine's weights. Both are called on the thread of the engine's core, between two steps."""
 
     def before_rpc(self, method: object) -> None:
         """The workers are about to carry out `method`, a name or a function."""
@@ -91,9 +91,19 @@ class WatchesWeights(Protocol):
         """The engine's weights have this version from now on."""
 
 
-def watch() -> None:
-    """Has every engine core of this process tell its connectors, once and for all. A call whose connector raises is not
-    carried out."""
+_LISTENERS: WeakKeyDictionary[Any, ref[WatchesWeights]] = WeakKeyDictionary()
+"""By connector."""
+
+
+def watch(connector: object, listener: WatchesWeights) -> None:
+    """Has the engine core that owns this connector tell `listener`, as long as both exist. A call of the core whose
+    listener raises is not carried out."""
+    _LISTENERS[connector] = ref(listener)
+    _watch_cores()
+
+
+def _watch_cores() -> None:
+    """Has every engine core of this process tell the listeners of its connectors."""
     from vllm.v1.engine.core import EngineCore  # of the scheduler's process alone: it imports the whole engine
 
     if hasattr(EngineCore, _WATCHED):
@@ -116,11 +126,14 @@ def watch() -> None:
 
 
 def _each(core: Any, tell: Callable[[WatchesWeights], None]) -> None:
-    """Tells the connectors of a core, also those within a MultiConnector; none while the core is being made."""
+    """Tells the listeners of a core's connector, also of those within a MultiConnector; none while the core is being
+    made."""
     connector = getattr(getattr(core, "scheduler", None), "connector", None)
     for one in (connector, *getattr(connector, "_connectors", ())):
-        if isinstance(one, WatchesWeights):
-            tell(one)
+        known = _LISTENERS.get(one) if one is not None else None
+        listener = known() if known is not None else None
+        if listener is not None:
+            tell(listener)
 
 
 # ------------------------------------------------------------------------------------------------------ one engine
