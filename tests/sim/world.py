@@ -49,6 +49,7 @@ class SimulatedWorld:
         self.attention_rng = random.Random(f"{seed}, attends")
         self.revoke_rng = random.Random(f"{seed}, revokes")
         self.stranger_rng, self.grant_rng = (random.Random(f"{seed}, {of}") for of in ("strangers", "grants"))
+        self.train_rng = random.Random(f"{seed}, runs")
         self.scenario = drawn = self._drawn()
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
@@ -66,6 +67,8 @@ class SimulatedWorld:
             for _ in range(drawn.nodes)
         ]
         self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
+        if drawn.trains:
+            self.models = [content.TRAINED.get(model, model) for model in self.models]
         self.grants: list[tuple[Model, TicketBody]] = []
         self.told_to_go: dict[ShardId, None] = {}
         self.kept: tuple[Tombstone, ...] = ()
@@ -104,6 +107,8 @@ class SimulatedWorld:
             drawn = scenario.with_quotas(drawn, random.Random(f"{self.seed}, quotas"))
         if self.seed >= scenario.FIRST_WITH_GRANTS:
             drawn = scenario.with_grants(drawn, self.grant_rng)
+        if self.seed >= scenario.FIRST_WITH_RUNS:
+            drawn = scenario.with_runs(drawn, self.train_rng)
         return scenario.with_strangers(drawn, self.stranger_rng)
 
     def check(self) -> None:
@@ -185,6 +190,8 @@ class SimulatedWorld:
         worker.slots.append(worker.start(workload.redeemer(self, worker)))
         if self.scenario.strangers and name == "w0":
             worker.slots.append(worker.start(workload.stranger(self, worker)))
+        if self.scenario.trains and name == "w0":
+            worker.slots.append(worker.start(workload.trainer(self, worker)))
         return worker
 
     def _sequence_worker(self, name: str, node: int) -> SequenceWorker:

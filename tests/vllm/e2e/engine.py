@@ -3,8 +3,8 @@
 A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
 and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
 (mutants.py), an `adapter` or a `cache_salt`. Before it, weights may change (`nudge`), the engine be `reset`, and its
-weights be given a `weights` name by the operator's command. With `capture` the KV of its prompts is kept as well
-(capture.py).
+weights be given a `version` as a training loop does, or a `weights` name by the operator's command. With `capture` the
+KV of its prompts is kept as well (capture.py).
 """
 
 from __future__ import annotations
@@ -112,6 +112,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             llm.llm_engine.reset_prefix_cache(reset_connector=True)
         if one.get("nudge"):
             _nudge(llm)
+        if one.get("version"):
+            llm.update_weight_version(one["version"])
+            if scheduler is not None:
+                _joined(scheduler)
+                _until_workers_use(llm, scheduler._registration.wanted)
         if one.get("weights"):
             _name_weights(llm, job, one["weights"])
         began = time.perf_counter()
@@ -187,11 +192,7 @@ def _nudge(llm: Any) -> None:
 
 
 def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
-    """As an operator does; and one step, by which the workers hear of it."""
-    from vllm import SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.inputs import TokensPrompt
-
+    """As an operator does."""
     from kvcluster.cli.main import main as kvcluster
 
     given = job["connector"]
@@ -199,6 +200,15 @@ def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
     name = f"{socket.gethostname()}:{os.getpid()}"
     command = ("weights", "set", Path(job["model"]).name, weights, "--engine", name, "--address", given["address"])
     assert kvcluster([*command, *token]) == 0
+    _until_workers_use(llm, weights)
+
+
+def _until_workers_use(llm: Any, weights: str) -> None:
+    """Has the engine make steps, by which workers hear of its weights, until they cache under them."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.inputs import TokensPrompt
+
     worker = get_kv_transfer_group()._worker._registration
     until = time.monotonic() + JOIN_S
     while (worker.spec is None or worker.spec.weights != weights) and time.monotonic() < until:
