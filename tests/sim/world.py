@@ -48,8 +48,8 @@ class SimulatedWorld:
         self.sequence_rng = random.Random(f"{seed}, sequences")
         self.attention_rng = random.Random(f"{seed}, attends")
         self.revoke_rng = random.Random(f"{seed}, revokes")
-        self.stranger_rng, self.grant_rng = (random.Random(f"{seed}, {of}") for of in ("strangers", "grants"))
-        self.train_rng = random.Random(f"{seed}, runs")
+        apart = (random.Random(f"{seed}, {of}") for of in ("strangers", "grants", "runs"))
+        self.stranger_rng, self.grant_rng, self.train_rng = apart
         self.scenario = drawn = self._drawn()
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
@@ -58,17 +58,14 @@ class SimulatedWorld:
         self.network = Network(
             self.kernel, rng, self.faults, delay_ns=drawn.delay_ns, loss=drawn.loss, twice=drawn.twice
         )
-        self.steps = 0
-        self.working = True
-        self.bad_wire_until = 0
-        self._next_check = EVERY
+        self.steps, self.working = 0, True
+        self.bad_wire_until, self._next_check = 0, EVERY
         self._clocks = [
             Clock(_BIRTH_NS + rng.randint(-2 * SECOND, 2 * SECOND), drawn.drift_ppm * rng.choice((-1, 1)))
             for _ in range(drawn.nodes)
         ]
-        self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
-        if drawn.trains:
-            self.models = [content.TRAINED.get(model, model) for model in self.models]
+        models = rng.sample(content.MODELS, drawn.models)
+        self.models = [content.TRAINED.get(model, model) if drawn.trains else model for model in models]
         self.grants: list[tuple[Model, TicketBody]] = []
         self.told_to_go: dict[ShardId, None] = {}
         self.kept: tuple[Tombstone, ...] = ()

@@ -23,8 +23,8 @@ def check(house: House) -> None:
     rounds: list[dict[str, Any]] = [{"prompts": asked}]
     rounds += [{"prompts": asked, "nudge": True, "version": f"step-{number + 1}"} for number in range(VERSIONS)]
     job: dict[str, Any] = {"model": house.model("llama"), "rounds": rounds}
-    every = range(len(rounds))
-    control = [answers(house.run(job), number) for number in every]
+    outcome = house.run(job)
+    control = [answers(outcome, number) for number in range(len(rounds))]
     changes = [differences(before, after) for before, after in pairwise(control)]
     house.table.add(
         "weights-loop: each change of weights shows", f"in {min(changes)} to {max(changes)} of 8", all(changes)
