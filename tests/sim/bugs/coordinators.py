@@ -280,8 +280,3 @@ def superseded_kept(original: Any, self: ReplicasFirst, block: Any, now: int) ->
     """Blocks of superseded weights are evicted like any others."""
     self._superseded = lambda space: False
     return int(original(self, block, now))
-
-
-@planted(Membership, "scores_fell", first=FIRST_WITH_RUNS)
-def superseded_scored_late(original: Any, self: Membership) -> None:
-    """Leaves that are queued when their weights are superseded keep their scores."""
