@@ -24,6 +24,7 @@ from tests.client.build import prompt
 from tests.vllm.build import BLOCK
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import ALWAYS, BESIDE
+from tests.vllm.toy import Picture
 from tests.vllm.versions import Trained
 
 RUN = "run:one"
@@ -197,6 +198,23 @@ def test_a_version_is_used_once_no_request_holds_kv_of_earlier_weights(loop: Loo
         assert loop.ask(one, prompt(4, 1, block_tokens=BLOCK, rest=1)) == loaded
 
 
+def test_blocks_that_are_kept_for_stores_of_ended_requests_put_nothing_off(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = loop.engine()
+    tokens = prompt(6, 1, block_tokens=BLOCK, rest=1)
+    with monkeypatch.context() as slow:
+        slow.setattr(type(one.engine.ranks[0].side._stores), "reads", lambda stores, request: True)
+        one.add("ended", tokens)
+        one.engine.run("ended")
+        one.engine.step()
+        assert one.engine.side.keeps_blocks
+        one.update("step-1")
+        assert not stopped(one)
+    loop.settle(one)
+    assert loop.ask(one, tokens) == 0, "and the toy judges what its own cache has"
+
+
 def test_aborted_requests_leave_nothing_behind(loop: Loop) -> None:
     one = loop.engine()
     tokens = prompt(6, 1, block_tokens=BLOCK, rest=1)
@@ -207,6 +225,14 @@ def test_aborted_requests_leave_nothing_behind(loop: Loop) -> None:
     one.resume()
     loop.settle(one)
     assert loop.ask(one, tokens) == 0
+
+
+def test_pictures_are_not_cached_in_a_run_as_they_may_be_encoded_with_earlier_weights(loop: Loop) -> None:
+    one = loop.engine()
+    one.engine.add("pictured", prompt(6, 1, block_tokens=BLOCK), pictures=[Picture("cat", 1, 4 * BLOCK, 2)])
+    one.engine.on_step = lambda output: None
+    one.engine.run("pictured")
+    assert "pictured" not in one.engine.params, "it ran without the cluster"
 
 
 # ------------------------------------------------------------------------------------------------- who may share

@@ -6,6 +6,7 @@ the decisions, worker.py moves the bytes, and compat.py reads vLLM's objects.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -159,9 +160,9 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_scheduler.reset(ready=manager is not None and compat.prefix_cache_is_unused(manager))
         return True
 
-    def _empty_own_cache(self) -> bool:
+    def _empty_own_cache(self, ended: Collection[str]) -> bool:
         manager = self._kv_cache_manager
-        return manager is not None and compat.empty_prefix_cache(manager)
+        return manager is not None and compat.empty_prefix_cache(manager, ended)
 
     def _forget(self, blocks: set[int]) -> None:
         if self._kv_cache_manager is not None:  # the scheduler binds it as soon as it has one

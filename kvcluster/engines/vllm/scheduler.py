@@ -65,7 +65,7 @@ class SchedulerSide:
         engine: EngineShape,
         *,
         forget: Callable[[set[int]], object] = lambda blocks: None,
-        empty_own_cache: Callable[[], bool] = lambda: False,
+        empty_own_cache: Callable[[Collection[str]], bool] = lambda ended: False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings = settings
@@ -91,8 +91,8 @@ class SchedulerSide:
         self.stats = Stats()
         self._versions = WeightVersions(
             registration,
-            stop=lambda: self.reset(ready=not registration.run and empty_own_cache()),
-            empty_own_cache=empty_own_cache,
+            stop=lambda: self.reset(ready=not registration.run and empty_own_cache(self._kept)),
+            empty_own_cache=lambda: empty_own_cache(self._kept),
             log=registration.log,
         )
 
@@ -148,6 +148,8 @@ class SchedulerSide:
             return known
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
+            return None
+        if self._registration.run and compat.has_media(of_engine):  # the engine may have encoded them with old weights
             return None
         known = RequestState(
             of_engine, client, adapter, self._layout.block_tokens, self._engine, self._registration.reader
