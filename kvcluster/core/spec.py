@@ -28,6 +28,16 @@ PRIVATE_WEIGHTS = "private:"
 """The prefix of the weights of an engine that shares its KV with no other engine; a random id follows it."""
 
 
+RUN_WEIGHTS = "run:"
+"""The prefix of the weights of a training run: "run:NAME/VERSION/DIGEST" is one version of them."""
+
+
+def run_of(weights: str) -> str:
+    """Returns "run:NAME" for a version of a training run's weights, "" for any other weights."""
+    run, _, version = weights.partition("/") if weights.startswith(RUN_WEIGHTS) else ("", "", "")
+    return run if version else ""
+
+
 def check_weights(weights: str) -> None:
     """Raises SpecError if `weights` is a name that can change its meaning, such as "main" or any branch."""
     name = weights.strip().lower()

@@ -173,6 +173,22 @@ def test_engines_of_a_tenant_take_no_more_memory_than_its_share(monkeypatch: pyt
     assert 0.4 * registry.nbytes <= kept[0] <= registry.nbytes <= 2**20
 
 
+@pytest.mark.parametrize("text", ["", WIDE + 200 * "a"])
+def test_engines_of_as_many_runs_take_no_more_memory_either(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(limits, "ENGINES_BYTES", 2**21)
+    registry, number = EngineRegistry(10), 0
+    with memory() as kept:
+        while registry.register(OURS, run_engine(text, number), 0) is not None:
+            number += 1
+    assert number > 100 and len(registry.versions) == number
+    assert 0.3 * registry.nbytes <= kept[0] <= registry.nbytes <= 2**20
+
+
+def run_engine(text: str, number: int) -> EngineInfo:
+    """An engine of a run of its own."""
+    return EngineInfo(str(number), "", f"{text}{number}", f"run:{text}{number}/1{text}")
+
+
 def test_engines_of_one_tenant_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ENGINES_BYTES", 2**18)
     registry = EngineRegistry(10)

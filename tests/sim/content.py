@@ -122,8 +122,17 @@ PRIVATE: dict[Model, Model] = {
 }
 """The namespace of the private pages beside that of each of SEQUENCE_MODELS."""
 
+_OF_RUN = {"old": _plain("m", "run:sim/1/0"), "new": _plain("m", "run:sim/2/0")}
+TRAINED: dict[Model, Model] = {
+    model: Model(f"{model.name}.trained", model.tenant, spec, spec.namespace(model.tenant))
+    for model in MODELS
+    for name, spec in _OF_RUN.items()
+    if model.name.endswith(f".{name}")
+}
+"""What takes the place of the plain models where weights are those of a training run."""
+
 SEQUENCE_SPACES = {model.space: model for model in (*SEQUENCE_MODELS, *PRIVATE.values())}
-BY_SPACE = {model.space: model for model in MODELS} | SEQUENCE_SPACES
+BY_SPACE = {model.space: model for model in (*MODELS, *TRAINED.values())} | SEQUENCE_SPACES
 
 
 @cache

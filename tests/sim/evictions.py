@@ -24,8 +24,9 @@ def judge_order(
     quotas: Quotas,
 ) -> None:
     """Raises Violation if an order given at `now` names a block of an open sequence, a pinned one, a held one for no
-    other tenant that waits below its floor, or a block before its tail. A private block that no sequence claims may
-    always be erased. `pressing`, `floors` and `quotas` are as in judge_floors."""
+    other tenant that waits below its floor, or a block before its tail, or spares one of a superseded version of a
+    run's weights for it. A private block that no sequence claims may always be erased. `pressing`, `floors` and
+    `quotas` are as in judge_floors."""
     held = held_bytes(coordinator, member, order.tier)
     floor = _floors(coordinator, member, order, held, {**held, **pressing}, floors, quotas)
     needy = [tenant for tenant in pressing if held.get(tenant, 0) < floor[tenant]]
@@ -42,6 +43,34 @@ def judge_order(
             require(not spares, f"an order takes {block.hex()[:6]}, which is held, for no tenant below its floor")
         if ordered:
             _tails_first(coordinator, space, member, order, ordered, now)
+    _superseded_first(coordinator, member, order, now)
+
+
+def _superseded_first(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
+    """No block is taken of a version in use while one of a superseded version of the same tenant, which nothing spares
+    and nothing follows, stays in the same tier of that shard."""
+    state = coordinator.state
+    ordered = dict.fromkeys(order.blocks)
+    stays: dict[Tenant, BlockHash] = {}
+    for space in state.namespaces:
+        if not state.engines.versions.superseded(space.tenant, space.spec):
+            continue
+        leads = {record.parent: None for record in space.index}
+        for record in space.index:
+            spared = _promised(space, record.hash, now) or state.tables.claims(space.id, record.hash)
+            alone = record.hash not in leads and len(record.copies.places) == 1
+            if alone and not spared and (space.id, record.hash) not in ordered and record in member.cold[order.tier]:
+                stays[space.tenant] = record.hash
+    for space_id, block in order.blocks:
+        space_of = state.namespaces.known(space_id)
+        taken = state.namespaces.record(space_id, block)
+        if taken is None or space_of is None or space_of.spec.private or taken.stamp < 0:
+            continue
+        if len(taken.copies.places) > 1 or state.engines.versions.superseded(space_of.tenant, space_of.spec):
+            continue
+        spares = stays.get(space_of.tenant)
+        what = spares.hex()[:6] if spares is not None else ""
+        require(spares is None, f"{block.hex()[:6]} is to be evicted before {what} of superseded weights")
 
 
 def judge_floors(

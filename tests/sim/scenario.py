@@ -75,6 +75,12 @@ FIRST_WITH_GRANTS = 30_000_000
 GRANTS = 0.5
 """The share of these seeds in which they may."""
 
+FIRST_WITH_RUNS = 40_000_000
+"""Likewise, whether weights are those of a training run."""
+
+RUNS = 0.5
+"""The share of these seeds in which they are."""
+
 QUOTAS = 0.4
 """The share of these seeds in which tenants have quotas."""
 
@@ -120,6 +126,8 @@ class Scenario:
     quota_ns: int = 0
     grants: float = 0.0
     """The share of the conversations of an engine that are read in the other tenant's namespace, by a grant."""
+    trains: bool = False
+    """Whether weights are versions of a training run, between which engines change."""
     attends: bool = False
     """Whether each worker with sequences has one more user, who attends to sequences at the shards."""
 
@@ -214,6 +222,11 @@ def with_quotas(scenario: Scenario, rng: random.Random) -> Scenario:
 def with_grants(scenario: Scenario, rng: random.Random) -> Scenario:
     """Returns the scenario with tenants who read one another's KV, in a share of the seeds."""
     return replace(scenario, grants=rng.choice((0.1, 0.3, 0.6))) if rng.random() < GRANTS else scenario
+
+
+def with_runs(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with weights of a training run, in a share of the seeds."""
+    return replace(scenario, trains=True) if rng.random() < RUNS else scenario
 
 
 def with_stops(scenario: Scenario, rng: random.Random) -> Scenario:

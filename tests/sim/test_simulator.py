@@ -73,6 +73,7 @@ SEEDS = {
     "replicas-count-to-the-limit": 20_000_002,
     "floors-of-quotas-not-kept": 20_000_049,
     "pins-beyond-the-quota": 20_000_004,
+    "superseded-kept": 40_000_024,
     "private-stored-as-public": 0,
     "dropped-made-public": 10,
     "sinks-dropped": 21,
@@ -144,6 +145,7 @@ it is staged. CI draws 500 seeds beside these tests, so that a few serve here.""
 WITH_GPUS = range(scenario.FIRST_WITH_GPUS, scenario.FIRST_WITH_GPUS + 12)
 WITH_QUOTAS = range(scenario.FIRST_WITH_QUOTAS, scenario.FIRST_WITH_QUOTAS + 8)
 WITH_GRANTS = range(scenario.FIRST_WITH_GRANTS, scenario.FIRST_WITH_GRANTS + 8)
+WITH_RUNS = range(scenario.FIRST_WITH_RUNS, scenario.FIRST_WITH_RUNS + 8)
 
 
 @pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396, 10052568])
@@ -155,9 +157,9 @@ def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
 
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run([*range(30), *RARE, *WITH_GPUS, *WITH_QUOTAS, *WITH_GRANTS])
+    tally = runner.run([*range(30), *RARE, *WITH_GPUS, *WITH_QUOTAS, *WITH_GRANTS, *WITH_RUNS])
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS) + len(WITH_QUOTAS) + len(WITH_GRANTS)
+    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS) + len(WITH_QUOTAS) + len(WITH_GRANTS) + len(WITH_RUNS)
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in (
         "load: hit",
@@ -188,6 +190,7 @@ def test_seeds_are_clean_and_have_seen_trouble() -> None:
         "tables: refused",
         "attend: merged",
         "quotas: put in force",
+        "engine: registered",
     ):
         assert tally.operations[outcome], f"{outcome} was never seen"
 

@@ -17,6 +17,7 @@ from kvcluster.core.messages import (
     CoordinatorQuestion,
     Done,
     Drain,
+    EngineInfo,
     Explain,
     Explained,
     Flush,
@@ -27,6 +28,8 @@ from kvcluster.core.messages import (
     Purge,
     Purged,
     Refused,
+    Registered,
+    RegisterEngine,
     Siblings,
     SiblingSpecs,
     Status,
@@ -58,6 +61,7 @@ class EngineSurroundings(WorkerSurroundings, Protocol):
     told_to_go: dict[ShardId, None]
     stranger_rng: random.Random
     grant_rng: random.Random
+    train_rng: random.Random
 
 
 Errand = Callable[[EngineSurroundings, Worker], Script]
@@ -111,6 +115,20 @@ def stranger(world: EngineSurroundings, worker: Worker) -> Script:
             promise = world.network.ask(worker, process, build_request(question, tenant, space))
             reply = yield promise, 200 * MS
             world.count("stranger", "refused" if isinstance(reply, Refused) else "no answer")
+
+
+def trainer(world: EngineSurroundings, worker: Worker) -> Script:
+    """Has one of two engines of a tenant register with one of the versions of their run. What workers ask for does not
+    depend on it: they go on asking for every version."""
+    rng = world.train_rng
+    while world.working:
+        yield None, int(800 * MS * rng.random())
+        if world.working:
+            model = rng.choice(list(content.TRAINED.values()))
+            info = EngineInfo(f"engine-{rng.randrange(2)}", "sim", model.spec.model, model.spec.weights)
+            give_up = worker.now() + world.scenario.patience_ns
+            reply = yield from worker.ask(model.asks(RegisterEngine(info)), give_up)
+            world.count("engine", "registered" if isinstance(reply, Registered) else "no answer")
 
 
 def conversation(world: EngineSurroundings) -> tuple[Model, tuple[BlockHash, ...]]:

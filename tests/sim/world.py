@@ -48,7 +48,8 @@ class SimulatedWorld:
         self.sequence_rng = random.Random(f"{seed}, sequences")
         self.attention_rng = random.Random(f"{seed}, attends")
         self.revoke_rng = random.Random(f"{seed}, revokes")
-        self.stranger_rng, self.grant_rng = (random.Random(f"{seed}, {of}") for of in ("strangers", "grants"))
+        apart = (random.Random(f"{seed}, {of}") for of in ("strangers", "grants", "runs"))
+        self.stranger_rng, self.grant_rng, self.train_rng = apart
         self.scenario = drawn = self._drawn()
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
@@ -57,15 +58,14 @@ class SimulatedWorld:
         self.network = Network(
             self.kernel, rng, self.faults, delay_ns=drawn.delay_ns, loss=drawn.loss, twice=drawn.twice
         )
-        self.steps = 0
-        self.working = True
-        self.bad_wire_until = 0
-        self._next_check = EVERY
+        self.steps, self.working = 0, True
+        self.bad_wire_until, self._next_check = 0, EVERY
         self._clocks = [
             Clock(_BIRTH_NS + rng.randint(-2 * SECOND, 2 * SECOND), drawn.drift_ppm * rng.choice((-1, 1)))
             for _ in range(drawn.nodes)
         ]
-        self.models: list[Model] = rng.sample(content.MODELS, drawn.models)
+        models = rng.sample(content.MODELS, drawn.models)
+        self.models = [content.TRAINED.get(model, model) if drawn.trains else model for model in models]
         self.grants: list[tuple[Model, TicketBody]] = []
         self.told_to_go: dict[ShardId, None] = {}
         self.kept: tuple[Tombstone, ...] = ()
@@ -104,6 +104,8 @@ class SimulatedWorld:
             drawn = scenario.with_quotas(drawn, random.Random(f"{self.seed}, quotas"))
         if self.seed >= scenario.FIRST_WITH_GRANTS:
             drawn = scenario.with_grants(drawn, self.grant_rng)
+        if self.seed >= scenario.FIRST_WITH_RUNS:
+            drawn = scenario.with_runs(drawn, self.train_rng)
         return scenario.with_strangers(drawn, self.stranger_rng)
 
     def check(self) -> None:
@@ -185,6 +187,8 @@ class SimulatedWorld:
         worker.slots.append(worker.start(workload.redeemer(self, worker)))
         if self.scenario.strangers and name == "w0":
             worker.slots.append(worker.start(workload.stranger(self, worker)))
+        if self.scenario.trains and name == "w0":
+            worker.slots.append(worker.start(workload.trainer(self, worker)))
         return worker
 
     def _sequence_worker(self, name: str, node: int) -> SequenceWorker:

@@ -46,9 +46,12 @@ FIELDS: dict[str, tuple[str, ...]] = {
 REQUEST = (
     *("request_id", "num_prompt_tokens", "num_computed_tokens", "num_in_flight_tokens", "all_token_ids", "max_tokens"),
     *("lora_request", "cache_salt", "mm_features", "prompt_embeds", "pooling_params", "kv_transfer_params"),
-    *("resumable", "skip_reading_prefix_cache", "num_preemptions"),
+    *("resumable", "skip_reading_prefix_cache", "num_preemptions", "kv_hints"),
 )
 """Attributes that a request is given when it is made."""
+
+CORE = {"set_weight_version": ["weight_version"], "collective_rpc": ["method", "timeout", "args", "kwargs"]}
+"""Methods of the engine's core that weight_versions.py watches, and what they take."""
 
 LATER = ("unregister_kv_caches", "restore_kv_caches")
 """Methods that came with 0.33, and that an earlier release does not call."""
@@ -60,6 +63,7 @@ def complaints() -> Iterator[str]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.request import Request
 
     from kvcluster.engines.vllm import KVClusterConnector
@@ -93,6 +97,11 @@ def complaints() -> Iterator[str]:
     for name in ("max_concurrent_batches", "use_v2_model_runner"):
         if not hasattr(VllmConfig, name):
             yield f"VllmConfig has no {name}"
+    for name, expected in CORE.items():
+        method = getattr(EngineCore, name, None)
+        mine = list(inspect.signature(method).parameters)[1:] if method is not None else None
+        if mine != expected:
+            yield f"EngineCore.{name} takes {mine}, and {expected} is watched"
     made = inspect.getsource(Request.__init__)
     for name in REQUEST:
         if f"self.{name}" not in made:

@@ -37,6 +37,10 @@ class Member:
     def spec(self) -> KVSpec | None:
         return None if self.client is None else self.client.spec
 
+    @property
+    def wanted(self) -> str:
+        return self.used[-1] if self.used else "" if self.client is None else self.client.spec.weights
+
     def use(self, weights_id: str) -> None:
         self.used.append(weights_id)
         self.client, left = None, self.client

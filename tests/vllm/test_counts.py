@@ -14,6 +14,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.engines.vllm import KVClusterConnector
 from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
+from kvcluster.engines.vllm.kv_hints import KINDS, MALFORMED, UNKNOWN, HintAnswer, HintAnswers
 from kvcluster.engines.vllm.stats import DESCRIBED, LEAST_TOKENS, PrefillRate, Stats, TransferStats
 from kvcluster.engines.vllm.step_metadata import LoadReport, Step, StepReport
 from kvcluster.transport.base import Unavailable
@@ -102,6 +103,8 @@ def test_every_count_has_a_description() -> None:
     stats.reported(
         StepReport(1, stored=1, store_bytes=1, dropped=1, store_misses=Counter({"full": 1}), opened_breakers=1)
     )
+    for kind in (*KINDS, UNKNOWN, MALFORMED):
+        stats.answered(HintAnswers("m", (HintAnswer("a", kind, "refused: not carried out yet"),)))
     assert set(stats.take()) == set(DESCRIBED)
 
 

@@ -16,15 +16,18 @@ experts, or speed of a GPU. So blocks of one model compare well, but a token-lay
 one of a small model.
 
 **Replicas first** (`ReplicasFirst`): a shard evicts copies of blocks that another shard keeps before any block that
-only it has.
+only it has. Before both it evicts blocks of superseded weights (run_versions.py).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.groups import Reuse
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Tier
 from kvcluster.core.spec import KVSpec
 from kvcluster.eviction import Block, EvictionPolicy
@@ -80,30 +83,43 @@ class BlockFacts:
 
 
 _BEFORE_ALL = -1
-"""The score of a replica: below every score of a policy, none of which is negative."""
+"""The score of a replica: below every score of a policy, of which only orphans' are negative."""
+
+_SUPERSEDED = -2
+"""The score of a block that no engine will ask for."""
 
 
 class ReplicasFirst:
-    """The eviction policy of the shard with that slot: replicas in no order, then other blocks as `policy` scores.
+    """The eviction policy of the shard with that slot: blocks of namespaces that are `superseded` in no order, then
+    replicas in no order, then other blocks as `policy` scores.
 
     Of the shards that hold a block, the one that joined first keeps it, so that two shards do not both evict it because
     the other has a copy.
     """
 
-    def __init__(self, policy: EvictionPolicy, book: ReplicaTable, slot: int) -> None:
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        book: ReplicaTable,
+        slot: int,
+        superseded: Callable[[NamespaceId], bool] = lambda space: False,
+    ) -> None:
         self.scores_fall = policy.scores_fall
+        self._superseded = superseded
         self._policy = policy
         self._book = book
         self._slot = slot
 
     def score(self, block: Block, now: int) -> int:
         assert isinstance(block, BlockRecord)
+        if self._superseded(block.space):
+            return _SUPERSEDED
         if len(block.copies.places) > 1 and self._is_kept_elsewhere(block):
             return _BEFORE_ALL
         return self._policy.score(block, now)
 
     def evicted(self, score: int, now: int) -> None:
-        if score != _BEFORE_ALL:
+        if score not in (_BEFORE_ALL, _SUPERSEDED):
             self._policy.evicted(score, now)
 
     def _is_kept_elsewhere(self, record: BlockRecord) -> bool:

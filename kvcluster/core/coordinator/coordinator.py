@@ -238,6 +238,8 @@ class Coordinator:
     def _register(self, request: Request[RegisterEngine], now: int) -> list[Effect]:
         engines = self.state.engines
         weights = engines.register(request.tenant, request.question.info, now, read_only=request.read_only)
+        if engines.versions.take_changed():
+            self.state.members.scores_fell()
         return [Answer(request.call, _TOO_MANY_ENGINES if weights is None else Registered(engines.ttl_ns, weights))]
 
     def _engines(self, request: Request[GetEngines], now: int) -> list[Effect]:

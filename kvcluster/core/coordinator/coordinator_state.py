@@ -18,7 +18,7 @@ from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.coordinator.tenant_limits import QuotaHolder, TenantLimits
 from kvcluster.core.coordinator.tickets import TicketBook
 from kvcluster.core.doctor_probes import ProbeRuns
-from kvcluster.core.ids import BlockHash, Epoch, Tenant
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.miss import OF_CLIENTS, MissReason
 from kvcluster.core.tombstones import Tombstones
@@ -106,7 +106,12 @@ class CoordinatorState:
 
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
         policy = self._policy.make(BlockFacts(self.namespaces, slot, tier))
-        return EvictionQueue(ReplicasFirst(policy, self.book, slot), self.namespaces.record)
+        return EvictionQueue(ReplicasFirst(policy, self.book, slot, self.superseded), self.namespaces.record)
+
+    def superseded(self, space_id: NamespaceId) -> bool:
+        """Returns whether the blocks of this namespace are to be evicted before others."""
+        space = self.namespaces.known(space_id)
+        return space is not None and self.engines.versions.superseded(space.tenant, space.spec)
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
         """Forgets all blocks that the tombstone names. Returns the records that were known, by namespace."""

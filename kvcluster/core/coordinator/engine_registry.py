@@ -21,12 +21,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcluster.core import limits
+from kvcluster.core.coordinator.run_versions import RunVersions
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages.coordinator import EngineInfo
+from kvcluster.core.spec import RUN_WEIGHTS
 from kvcluster.core.tenant_shares import Shares
 
 RECORD_BYTES = 640
 """What an engine costs besides its texts: its record, its key and its places in two dicts."""
+
+_RUN_BYTES = 640
+"""What the version of a training run's weights costs in `versions`, besides its texts, which are there once more."""
 
 _BETWEEN = b"\xff"
 """Separates texts: it occurs in no UTF-8."""
@@ -57,13 +62,19 @@ class _Known:
         pairs = tuple(zip(facts[::2], facts[1::2], strict=True))
         return EngineInfo(engine, name, model, weights, pairs, self.private, self.withdrawn, self.ready, self.protocol)
 
+    def version(self) -> tuple[str, str]:
+        """Returns its model and weights."""
+        model, _, _, weights = self.texts.split(_BETWEEN, 4)[:4]
+        return model.decode(), weights.decode()
+
     def order(self) -> list[bytes]:
         """Returns model, name and id: engines are listed in this order."""
         return self.texts.split(_BETWEEN, 3)[:3]
 
 
 class EngineRegistry:
-    """Engines by tenant and id. `quota`: the most of a tenant, None for no bound but its share of memory."""
+    """Engines by tenant and id. `quota`: the most of a tenant, None for no bound but its share of memory. `versions`:
+    the weights of training runs that engines use, without those whose credential is read-only."""
 
     def __init__(self, ttl_ns: int, quota: Callable[[Tenant], int | None] = lambda tenant: None) -> None:
         self.ttl_ns = ttl_ns
@@ -73,6 +84,7 @@ class EngineRegistry:
         )  # those that are silent the longest first
         self._of: dict[Tenant, dict[bytes, _Known]] = {}
         self._shares = Shares(limits.ENGINES_BYTES)
+        self.versions = RunVersions()
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +114,10 @@ class EngineRegistry:
         known = _Known(texts, info.private, info.withdrawn, info.ready, info.protocol, now)
         if before is not None:
             known.ordered, known.ordered_for = before.ordered, before.ordered_for
+        if not read_only:
+            self.versions.add(tenant, info.model, info.weights)
+            if before is not None:
+                self.versions.remove(tenant, *before.version())
         self._known[tenant, name] = self._of.setdefault(tenant, {})[name] = known
         self._known.move_to_end((tenant, name))
         return known.ordered if info.private and known.ordered_for == info.withdrawn else ""
@@ -139,13 +155,18 @@ class EngineRegistry:
                 return
             tenant, name = owned
             del self._known[owned], self._of[tenant][name]
+            if not name.endswith(_READ_ONLY):
+                self.versions.remove(tenant, *known.version())
             self._shares.remove(tenant, _cost(known.texts))
             if not self._of[tenant]:
                 del self._of[tenant]
 
 
 def _cost(texts: bytes) -> int:
-    return RECORD_BYTES + len(texts)
+    model, _, _, weights = texts.split(_BETWEEN, 4)[:4]
+    of_run = weights.startswith(RUN_WEIGHTS.encode())
+    # A `str` may take four bytes a character.
+    return RECORD_BYTES + len(texts) + of_run * (_RUN_BYTES + 4 * len(model) + 8 * len(weights))
 
 
 def _listed(engines: list[_Known], now: int) -> tuple[tuple[EngineInfo, int], ...]:

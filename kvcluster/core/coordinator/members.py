@@ -212,6 +212,12 @@ class Membership:
                 member.cold[tier].forget(space)
                 member.stored[tier].forget(space)
 
+    def scores_fell(self) -> None:
+        """Has all leaves of all eviction queues scored again by the next searches."""
+        for member in self._members.values():
+            for queue in member.cold.values():
+                queue.scores_fell()
+
     def drop(self, shard: ShardId) -> Member | None:
         member = self._members.pop(shard, None)
         if member is not None:

@@ -9,7 +9,7 @@ by name until it has been reviewed. `Any` lives here.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -298,6 +298,11 @@ def is_private(request: Any) -> bool:
     return unusual or request.pooling_params is not None or getattr(request, "resumable", False)
 
 
+def has_media(request: Any) -> bool:
+    """Whether the request has images or audio, whose encoder outputs the engine caches by their names."""
+    return bool(request.mm_features)
+
+
 def reads_cache(request: Any) -> bool:
     """Whether the request may continue from cached KV. It may not if it wants the logprobs of its prompt."""
     return not getattr(request, "skip_reading_prefix_cache", False)
@@ -325,6 +330,11 @@ def transfer_params(request: Any) -> dict[str, Any]:
     return params if isinstance(params, dict) else {}
 
 
+def kv_hints(request: Any) -> Any:
+    """Returns the hints of an orchestrator that the request carries; None if there are none."""
+    return getattr(request, "kv_hints", None)
+
+
 def roles(config: Any) -> tuple[bool, bool]:
     """Returns whether this engine stores, and whether it loads."""
     role = config.kv_transfer_config.kv_role
@@ -350,6 +360,18 @@ def prefix_cache_is_unused(cache_manager: Any) -> bool:
     pool = cache_manager.block_pool
     in_use = pool.num_gpu_blocks - pool.get_num_free_blocks()
     return not cache_manager.enable_caching or in_use <= 1  # the null block always is
+
+
+def empty_prefix_cache(cache_manager: Any, ended: Collection[str]) -> bool:
+    """Empties the engine's own prefix cache, so that no request continues from what is in it. Returns False, and
+    changes nothing, while a request has blocks, other than those `ended`, whose blocks are only kept for stores."""
+    if not cache_manager.enable_caching:
+        return True
+    managers = cache_manager.coordinator.single_type_managers
+    if any(blocks and name not in ended for of_group in managers for name, blocks in of_group.req_to_blocks.items()):
+        return False
+    cache_manager.evict_blocks(set(range(cache_manager.block_pool.num_gpu_blocks)))
+    return True
 
 
 def has_few_blocks(cache_manager: Any) -> bool:

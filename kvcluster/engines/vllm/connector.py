@@ -6,6 +6,7 @@ the decisions, worker.py moves the bytes, and compat.py reads vLLM's objects.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from vllm.logger import init_logger
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.settings as settings
+import kvcluster.engines.vllm.weight_versions as weight_versions
 from kvcluster.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvcluster.engines.vllm.observer import observer
 from kvcluster.engines.vllm.registration import Adapters, Registration
@@ -107,7 +109,9 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 Adapters(_logger.info),
                 EngineShape(kv_cache_config.num_blocks, compat.ranks(vllm_config), stores, loads),
                 forget=self._forget,
+                empty_own_cache=self._empty_own_cache,
             )
+            weight_versions.watch(self, self._scheduler)
         else:
             self._worker = WorkerSide(chosen, layout, registration)
         registration.start()
@@ -153,6 +157,10 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         manager = self._kv_cache_manager
         self._of_scheduler.reset(ready=manager is not None and compat.prefix_cache_is_unused(manager))
         return True
+
+    def _empty_own_cache(self, ended: Collection[str]) -> bool:
+        manager = self._kv_cache_manager
+        return manager is not None and compat.empty_prefix_cache(manager, ended)
 
     def _forget(self, blocks: set[int]) -> None:
         if self._kv_cache_manager is not None:  # the scheduler binds it as soon as it has one

@@ -138,7 +138,7 @@ def _model(config: Any) -> dict[str, Any]:
 
 def _identity(config: Any, chosen: ConnectorSettings, *, read: bool) -> dict[str, Any]:
     """Returns the weights' fingerprint and its source; None for one that is not known without reading the weights."""
-    if chosen.weights:
+    if chosen.pinned_weights:
         return {"weights": chosen.weights, "how": "given in kv_connector_extra_config", "bytes": None}
     try:
         path = compat.checkpoint(config)
@@ -162,7 +162,7 @@ def _wiring(given: Mapping[str, Any], chosen: ConnectorSettings) -> Iterator[str
 
 
 def _layout(config: Any, layout: compat.Layout, chosen: ConnectorSettings) -> dict[str, Any]:
-    spec = spec_of(config, layout, chosen, chosen.weights or "unread")
+    spec = spec_of(config, layout, chosen, chosen.pinned_weights or "unread")
     facts = dict(compat.facts(config, layout))
     return {
         "model": spec.model,

@@ -48,7 +48,7 @@ def observer(settings: ConnectorSettings, config: Any, kv: Any, log: Log) -> Idl
     header = TraceHeader(os.urandom(8).hex(), name, facts=facts)
     try:
         layout = compat.layout(config, kv)
-        spec = spec_of(config, layout, settings, settings.weights or UNREAD_WEIGHTS)
+        spec = spec_of(config, layout, settings, settings.pinned_weights or UNREAD_WEIGHTS)
         stores, loads = compat.roles(config)
     except Exception as error:  # the engine starts whatever it is
         log(f"observes nothing: {error_text(error)}")
@@ -56,7 +56,7 @@ def observer(settings: ConnectorSettings, config: Any, kv: Any, log: Log) -> Idl
         writer.keep({"note": f"{name} is not observed: {error_text(error)}"})
         return UnservedScheduler(writer)
     writer = _started(settings, replace(header, spec=spec, parts=layout.largest), log)
-    if settings.weights:
+    if settings.pinned_weights:
         writer.keep({"weights": settings.weights})
     else:
         reading = threading.Thread(target=_fingerprint, args=(config, writer, log), daemon=True)

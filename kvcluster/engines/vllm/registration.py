@@ -4,8 +4,9 @@ The layout is known at start. Computing the fingerprint of the weights takes sec
 an unbounded time. One thread of `Registration` does both while the engine already serves requests: until there is a
 client, nothing is loaded and nothing is stored. If the weights change in memory (`withdraw`), their identity is
 unknown: from then on the engine caches under a random weights id that no other engine shares, until an operator names
-the weights (`kvcluster weights set`) or the engine restarts. The engine registers periodically, so that operators see
-it and it receives that name.
+the weights (`kvcluster weights set`) or the engine restarts. An engine of a training run (weight_versions.py) caches
+under nothing while its weights have no version, and then under that version. The engine registers periodically, so that
+operators see it and it receives that name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import PurePath
 from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.weight_versions as weight_versions
 import kvcluster.engines.vllm.weights as weights
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -26,7 +28,7 @@ from kvcluster.core.messages import EngineInfo
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
 from kvcluster.engines.texts import canonical, error_text, process_name, settings_digest
 from kvcluster.engines.vllm.settings import ConnectorSettings
-from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.errors import CallerError, KVClusterError, LimitError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.credentials import CONNECTION
@@ -74,7 +76,8 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
 class Registration:
     """One process's client, as soon as it is connected. Constructed idle; `start` begins to connect.
 
-    `client` and `spec` are set together; until then `why` names what is missing. `reader` is a client of the tenant
+    `client` and `spec` are set together; until then `why` names what is missing. `run` is the training run that the
+    settings name, "" for none. `reader` is a client of the tenant
     that the engine also reads (`also_reads`), None while there is none. `whole` means that this object acts
     for the whole engine and not for one rank, so it is the one that registers.
     """
@@ -95,7 +98,11 @@ class Registration:
         self._private = False
         self._ready = True
         self.log = log
-        self._wanted = settings.weights  # "" until the fingerprint is read
+        self.run = settings.run
+        self._base = ""  # of a run: the fingerprint of what the engine started with
+        self._base_known = False
+        self._version: str | None = None  # of a run: what its weights are now, None if they are what it started with
+        self._wanted = settings.pinned_weights  # "" until it is known
         self._left: list[Client] = []  # to be closed on this object's own thread
         self._stop = threading.Event()
         self._changed = threading.Condition()  # its lock is reentrant
@@ -110,13 +117,36 @@ class Registration:
         client = self.client
         return None if client is None else client.spec
 
+    @property
+    def wanted(self) -> str:
+        """The weights id under which KV is to be cached, with a client or not yet; "" while none is known."""
+        return self._wanted
+
     def withdraw(self, *, ready: bool) -> None:
         """Stops sharing with other engines, because the weights are no longer known. `ready` means that the engine
-        holds no KV computed with the previous weights, so it may share again once the new weights have a name."""
+        holds no KV computed with the previous weights, so it may share again once the new weights have a name. An
+        engine of a run caches nothing until `use_version`."""
         with self._changed:
             self._withdrawn += 1
-            self._private, self._ready = True, ready
-            self.use(PRIVATE_WEIGHTS + os.urandom(16).hex())
+            self._private, self._ready = not self.run, ready
+            self._version = ""
+            self.use("" if self.run else PRIVATE_WEIGHTS + os.urandom(16).hex())
+
+    def use_version(self, version: str) -> None:
+        """Caches under this version of the run's weights from now on, or as soon as the fingerprint of what the engine
+        started with is known."""
+        with self._changed:
+            self._private, self._version = False, version
+            self._use_known()
+
+    def _use_known(self) -> None:
+        """Uses what is known of a run's weights. Called under the lock."""
+        if not self._base_known or self._version == "":  # an empty version is none
+            return
+        if self._version is not None:
+            self.use(weight_versions.version_weights(self.run, self._base, self._version))
+        elif self._base:
+            self.use(self._base)
 
     def use(self, weights_id: str) -> None:
         """Caches under these weights from now on. Cancels transfers in progress."""
@@ -150,12 +180,23 @@ class Registration:
         try:
             self._fingerprint()
             while not self._stop.is_set():
+                self._await_weights()
                 self._join()
                 self._attend()
                 self._close_left()
         except Exception as error:  # a thread must not die silently
             self.why = error_text(error)
             self.log(f"neither loads nor stores: {self.why}")
+
+    def _await_weights(self) -> None:
+        """Waits until there are weights to cache under, or this object is closed."""
+        with self._changed:
+            if not self._wanted and not self._stop.is_set():
+                self.why = "the weights have no version yet"
+                self.log(f"neither loads nor stores until the weights of {self.run} have a version")
+        self._close_left()
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._wanted) or self._stop.is_set())
 
     def _attend(self) -> None:
         """Registers periodically, and connects the reader, until the client is dropped or this object is closed."""
@@ -217,22 +258,38 @@ class Registration:
         )
 
     def _fingerprint(self) -> None:
-        if not self._wanted:
+        if self.run:
+            base = self._read_base()
+            with self._changed:
+                self._base, self._base_known = base, True
+                self._use_known()
+        elif not self._wanted:
             read = weights.fingerprint(compat.checkpoint(self._config))
             with self._changed:
                 if not self._wanted:  # a reset may have come first
                     self._wanted = read
 
+    def _read_base(self) -> str:
+        """Returns the fingerprint of what a run's engine has started with, "" if that has none: its first weights are
+        those of the first version that is set."""
+        try:
+            return weights.fingerprint(compat.checkpoint(self._config))
+        except CallerError as error:
+            self.log(f"the first weights of {self.run} are not cached: {error}")
+            return ""
+
     def _join(self) -> None:
         """Connects a client for the current weights, retrying while the cluster is unreachable. Raises for errors that
         a retry would not fix."""
         settings, wanted = self._settings, self._wanted
+        if not wanted:
+            return
         spec = spec_of(self._config, self._layout, settings, wanted)
         logged = ""
         while not self._stop.is_set() and self._wanted == wanted:
             try:
                 client = self._connected(spec)
-            except Unreachable as error:
+            except (Unreachable, LimitError) as error:  # a full cluster makes room again
                 self.why = str(error)
                 if logged != self.why:
                     self.log(f"computing everything until the cluster answers: {error}")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.kv_hints as kv_hints
 import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.client.client import Client
 from kvcluster.core.ids import BlockHash
@@ -33,6 +34,7 @@ from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.store_planner import StorePlanner
+from kvcluster.engines.vllm.weight_versions import WeightVersions
 from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
@@ -63,6 +65,7 @@ class SchedulerSide:
         engine: EngineShape,
         *,
         forget: Callable[[set[int]], object] = lambda blocks: None,
+        empty_own_cache: Callable[[Collection[str]], bool] = lambda ended: False,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._settings = settings
@@ -78,18 +81,30 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
         self._in_flight = LoadsInFlight(engine.ranks)
+        self._hints: dict[str, kv_hints.HintAnswers] = {}  # by request that carries some
         self._ended: list[str] = []
         self._held: list[str] = []
         self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
         self._step = 0
         self._planner = StorePlanner(layout, self._in_flight, ranks=engine.ranks, engine_blocks=engine.blocks)
         self.stats = Stats()
+        self._versions = WeightVersions(
+            registration,
+            stop=lambda: self.reset(ready=not registration.run and empty_own_cache(self._kept)),
+            empty_own_cache=lambda: empty_own_cache(self._kept),
+            log=registration.log,
+        )
 
     # --------------------------------------------------------------------------------------- before a request runs
 
     def matched(self, of_engine: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Returns the number of tokens that can be loaded behind the `local_tokens` that the engine has (None while
         that is not known), and whether they are loaded beside the forward passes."""
+        if (hints := compat.kv_hints(of_engine)) is not None and of_engine.request_id not in self._hints:
+            self._hints[of_engine.request_id] = answers = kv_hints.answer(hints)
+            self.stats.answered(answers)
+        if not local_tokens:  # a request that has blocks of the engine's own cache would keep them
+            self._versions.use_waiting()
         tokens, beside = self._matched(of_engine, local_tokens)
         if tokens is not None and self._shares_a_load(of_engine, local_tokens):
             return None, False
@@ -132,6 +147,8 @@ class SchedulerSide:
             return known
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
+            return None
+        if self._registration.run and compat.has_media(of_engine):  # the engine may have encoded them with old weights
             return None
         known = RequestState(
             of_engine, client, adapter, self._layout.block_tokens, self._engine, self._registration.reader
@@ -196,7 +213,7 @@ class SchedulerSide:
         held, self._held = tuple(self._held), []
         return Step(
             number=self._step,
-            weights=client.spec.weights if client is not None else "",
+            weights=client.spec.weights if client is not None else self._registration.wanted,
             chains=tuple(chains),
             loads=loads,
             stores=tuple(stores),
@@ -303,9 +320,11 @@ class SchedulerSide:
     def finished(self, of_engine: Any) -> tuple[bool, dict[str, Any] | None]:
         """Ends a request. Returns whether its blocks are still read, and the `kv_transfer_params` of its answer."""
         name = of_engine.request_id
-        request = self._requests.pop(name, None)
+        request, hints = self._requests.pop(name, None), self._hints.pop(name, None)
         if request is None:
-            return False, None
+            return False, {
+                "kvcluster": {"hints": hints.plain()}
+            } if hints is not None and self._settings.report else None
         request.end_lookup()
         self._ended.append(name)
         if request.has(self._in_flight.in_doubt()):
@@ -315,11 +334,12 @@ class SchedulerSide:
         if hold:
             self._held.append(name)
             self._kept.add(name)
-        return hold, self._answer(request)
+        return hold, self._answer(request, hints)
 
-    def _answer(self, request: RequestState) -> dict[str, Any] | None:
+    def _answer(self, request: RequestState, hints: kv_hints.HintAnswers | None) -> dict[str, Any] | None:
         """Returns the `kv_transfer_params` of a request's answer; None if it has none."""
-        report = {"kvcluster": request.report()} if self._settings.report else None
+        of_hints = {} if hints is None else {"hints": hints.plain()}
+        report = {"kvcluster": request.report() | of_hints} if self._settings.report else None
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
             return report
         blocks = min(request.stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)
@@ -350,11 +370,20 @@ class SchedulerSide:
 
     def reset(self, *, ready: bool = False) -> None:
         """Stops sharing KV: the engine's weights may have changed. `ready` as in Registration.withdraw."""
+        self._versions.stopped()
         self._registration.withdraw(ready=ready)
         for request in self._requests.values():
             request.end_lookup()
             request.private = request.load_failed = True
         self._planner.lossy.clear()
+
+    def before_rpc(self, method: object) -> None:
+        """Stops sharing if the call that the workers are about to carry out may change the weights."""
+        self._versions.before_rpc(method)
+
+    def weight_version_set(self, version: object) -> None:
+        """Shares under this version of the weights of the engine's run, if its settings name one."""
+        self._versions.set(version)
 
     def close(self) -> None:
         for request in self._requests.values():

@@ -11,6 +11,7 @@ from kvcluster.config import LOSSES, TRANSPORTS
 from kvcluster.core import limits
 from kvcluster.core.ids import TENANT_NAME
 from kvcluster.engines.settings_check import check_settings
+from kvcluster.engines.vllm.weight_versions import is_run, run_fault
 from kvcluster.errors import ConfigError
 from kvcluster.observe.trace_file import DEFAULT_FOLDER, MODES
 
@@ -23,8 +24,9 @@ class ConnectorSettings:
     `kvcluster report`; "off" does nothing. `trace_dir`, `trace_bytes`: the folder of traces, and the limit of one.
 
     `address`: the coordinator's "host:port". `token_file`: a file that holds the credential. `weights`: a digest or
-    commit that pins the weights; "" reads the checkpoint. `model`: the model's name in the namespace; "" takes the last
-    part of its path.
+    commit that pins the weights; "" reads the checkpoint; "run:NAME" names a training run, whose weights have the
+    versions that vLLM is told (weight_versions.py). `model`: the model's name in the namespace; "" takes the last part
+    of its path.
 
     `prefill_tokens_per_s`: the rate at which this engine computes, 0 to learn it; tokens that would take longer to load
     are computed. `layerwise_ms`: loads that are expected to take at most this long run within the forward pass, layer
@@ -69,6 +71,16 @@ class ConnectorSettings:
     trace_bytes: int = limits.TRACE_BYTES
 
     @property
+    def run(self) -> str:
+        """The training run that the settings name, "" for none."""
+        return self.weights if is_run(self.weights) else ""
+
+    @property
+    def pinned_weights(self) -> str:
+        """The weights that an engine starts with, "" if its checkpoint says what they are."""
+        return "" if self.run else self.weights
+
+    @property
     def token(self) -> str | None:
         """The credential. Raises ConfigError if its file cannot be read."""
         return read_token(self.token_file)
@@ -90,6 +102,8 @@ def parse_settings(given: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"staging_bytes must be at least {_LEAST_STAGING_BYTES:,}, not {settings.staging_bytes:,}")
     if settings.also_reads and not TENANT_NAME.fullmatch(settings.also_reads):
         raise ConfigError(f"also_reads must be the name of a tenant, not {settings.also_reads!r}")
+    if fault := run_fault(settings.weights):
+        raise ConfigError(fault)
     if settings.accept not in LOSSES:
         raise ConfigError(f"accept must be one of {', '.join(LOSSES)}, not {settings.accept!r}")
     return settings

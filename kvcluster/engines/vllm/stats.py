@@ -18,6 +18,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+import kvcluster.engines.vllm.kv_hints as kv_hints
 from kvcluster.engines.vllm.step_metadata import LoadReport, StepReport
 
 DESCRIBED = {
@@ -30,6 +31,14 @@ DESCRIBED = {
     "dropped_stores": "Stores that were cancelled because the engine needed their blocks.",
     "failed_stores": "Stores that the cluster did not accept.",
     "opened_breakers": "Times that a rank stopped asking a shard whose calls had failed, or tried it again in vain.",
+    **{
+        f"refused_{kind}_hints": f"Actions of KV hints that were refused: {what}."
+        for kind, what in {
+            **{kind: f"of type {kind}, which is not carried out yet" for kind in kv_hints.KINDS},
+            kv_hints.UNKNOWN: "of a type or version that is not known",
+            kv_hints.MALFORMED: "malformed, or too many in one request",
+        }.items()
+    },
 }
 """Every count and its description."""
 
@@ -53,6 +62,11 @@ class Stats:
         self._counts["dropped_stores"] += report.dropped
         self._counts["failed_stores"] += sum(report.store_misses.values())
         self._counts["opened_breakers"] += report.opened_breakers
+
+    def answered(self, hints: kv_hints.HintAnswers) -> None:
+        """Adds the answers to a request's hints."""
+        for kind, count in hints.counts().items():
+            self._counts[f"refused_{kind}_hints"] += count
 
     def take(self) -> dict[str, float]:
         """Returns the counts so far without zeros, and resets them."""

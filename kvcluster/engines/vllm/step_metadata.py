@@ -55,7 +55,8 @@ class StoreOrder:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Orders of one engine step. `weights` is the weights id that they hold for, "" while none is known.
+    """Orders of one engine step. `weights` is the weights id that they hold for, "" while none is known; a step without
+    orders may name one that the scheduler's side is only connecting for.
 
     `chains` extends the hash chain of a request, from a block number on. `written` are blocks of the engine that this
     step gives to a new owner: stores that still read them stop. `gone` are requests that have ended; `held` are those

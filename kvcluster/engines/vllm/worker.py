@@ -164,7 +164,7 @@ class WorkerSide:
         """Called before the step writes anything: ends stores that read blocks which the step overwrites, and loads of
         ended requests."""
         self._stores.before(step.written)
-        if step.weights and (spec := self._registration.spec) is not None and spec.weights != step.weights:
+        if step.weights and step.weights != self._registration.wanted:
             self._registration.use(step.weights)
         for name, first, hashes in step.chains:
             self._chains.setdefault(name, [])[first:] = hashes

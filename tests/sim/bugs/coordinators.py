@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcluster.core.coordinator import members
 from kvcluster.core.coordinator.admin_handler import AdminHandler
+from kvcluster.core.coordinator.block_facts import ReplicasFirst
 from kvcluster.core.coordinator.event_emitter import EventEmitter
 from kvcluster.core.coordinator.eviction_queue import EvictionQueue
 from kvcluster.core.coordinator.evictor import Evictor
@@ -33,7 +34,7 @@ from kvcluster.replay.core_stepper import CoreProcess
 from tests.sim import content
 from tests.sim.bugs.planting import planted
 from tests.sim.coordinator import CoordinatorProcess
-from tests.sim.scenario import FIRST_WITH_GRANTS, FIRST_WITH_QUOTAS
+from tests.sim.scenario import FIRST_WITH_GRANTS, FIRST_WITH_QUOTAS, FIRST_WITH_RUNS
 
 
 @planted(ReportCursor, "chunk")
@@ -272,3 +273,10 @@ def floors_of_quotas_not_kept(original: Any, self: TenantLimits, member: Any, ti
 @planted(QuotaHolder, "pinned", first=FIRST_WITH_QUOTAS)
 def pins_beyond_the_quota(original: Any, self: QuotaHolder, tenant: Any) -> None:
     """A tenant pins its share of all bytes, whatever its quota."""
+
+
+@planted(ReplicasFirst, "score", first=FIRST_WITH_RUNS)
+def superseded_kept(original: Any, self: ReplicasFirst, block: Any, now: int) -> int:
+    """Blocks of superseded weights are evicted like any others."""
+    self._superseded = lambda space: False
+    return int(original(self, block, now))

@@ -10,7 +10,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.vllm.e2e import cost, exactness, identity, observe, prefill, ranks, serve, servers, smoke, tenants
+from tests.vllm.e2e import (
+    cost,
+    exactness,
+    identity,
+    observe,
+    prefill,
+    ranks,
+    serve,
+    servers,
+    smoke,
+    tenants,
+    weights_loop,
+)
 from tests.vllm.e2e.run import House, Table, house
 
 CHECKS: dict[str, Callable[[House], None]] = {
@@ -27,6 +39,7 @@ CHECKS: dict[str, Callable[[House], None]] = {
     "servers-gemma": lambda one: servers.check(one, "gemma"),
     "identity": identity.check,
     "prefill": prefill.check,
+    "weights-loop": weights_loop.check,
 }
 """Each has a cluster of its own, and engines that count on one core; so two are run at once, the longest first."""
 

@@ -2,9 +2,9 @@
 
 A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
 and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
-(mutants.py; with `at_rank` in that worker's process, until it ends), an `adapter` or a `cache_salt`. Before it, weights
-may change (`nudge`), the engine be `reset`, and its weights be given a `weights` name by the operator's command. With
-`capture` the KV of its prompts is kept as well (capture.py).
+(mutants.py; with `at_rank` in that worker's process, until it ends), an `adapter` or a `cache_salt`. Before it,
+weights may change (`nudge`), the engine be `reset`, and its weights be given a `version` as a training loop does, or a
+`weights` name by the operator's command. With `capture` the KV of its prompts is kept as well (capture.py).
 """
 
 from __future__ import annotations
@@ -45,10 +45,13 @@ LLM_ARGUMENTS: dict[str, Any] = {
 OF_MODEL: dict[str, dict[str, Any]] = {
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "chunks": {"disable_hybrid_kv_cache_manager": False},
+    "sinks": {"disable_hybrid_kv_cache_manager": False},
 }
 """Where the engines of a model differ: vLLM's attention for MLA on a CPU has blocks of 16 tokens alone, and the rotary
 kernel of vLLM 0.32 misreads the tensors that MLA gives it, so that torch computes that. The checkpoint of "e4m3" says
-by itself that its KV is in fp8."""
+by itself that its KV is in fp8. Without a connector vLLM keeps all blocks of layers that attend in chunks, unless it is
+told otherwise."""
 
 ON_SERVE: dict[str, Any] = {
     "max_model_len": 2048,
@@ -114,6 +117,11 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             llm.llm_engine.reset_prefix_cache(reset_connector=True)
         if one.get("nudge"):
             _nudge(llm)
+        if one.get("version"):
+            llm.update_weight_version(one["version"])
+            if scheduler is not None:
+                _joined(scheduler)
+                _until_workers_use(llm, scheduler._registration.wanted)
         if one.get("weights"):
             _name_weights(llm, job, one["weights"])
         began = time.perf_counter()
@@ -204,11 +212,7 @@ def _nudge(llm: Any) -> None:
 
 
 def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
-    """As an operator does; and one step, by which the workers hear of it."""
-    from vllm import SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-    from vllm.inputs import TokensPrompt
-
+    """As an operator does."""
     from kvcluster.cli.main import main as kvcluster
 
     given = job["connector"]
@@ -216,6 +220,15 @@ def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
     name = f"{socket.gethostname()}:{os.getpid()}"
     command = ("weights", "set", Path(job["model"]).name, weights, "--engine", name, "--address", given["address"])
     assert kvcluster([*command, *token]) == 0
+    _until_workers_use(llm, weights)
+
+
+def _until_workers_use(llm: Any, weights: str) -> None:
+    """Has the engine make steps, by which workers hear of its weights, until they cache under them."""
+    from vllm import SamplingParams
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.inputs import TokensPrompt
+
     worker = get_kv_transfer_group()._worker._registration
     until = time.monotonic() + JOIN_S
     while (worker.spec is None or worker.spec.weights != weights) and time.monotonic() < until:
