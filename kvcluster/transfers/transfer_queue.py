@@ -181,12 +181,17 @@ class TransferQueue:
         deadline: Deadline,
         *,
         start: int = 0,
+        parts: tuple[Part | None, ...] | None = None,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
+        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms). `parts`
+        are those that `bound` holds, one for each group, by default this client's."""
         self._control.check_may_store()
-        parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
+        mine = self._parts if parts is None else parts
+        of_groups = tuple((group, part) for group, part in enumerate(mine) if part is not None)
         attempt, progress = self._next_attempt(), StoreProgress()
-        terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start, self._host)
+        terms = StoreTerms(
+            spec, hashes, first, of_groups, loss, tokens, attempt, self._store_wait_ns, start, self._host
+        )
         plan = StorePlan(
             *(terms, progress, self._health),
             streams=self._shards.streams,

@@ -27,8 +27,15 @@ from vllm.v1.kv_cache_interface import (
 )
 
 import kvcluster
-from kvcluster.core.groups import PREFIX, Group, Part, window
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, window
 from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, fp8_dtype, kv_format, latent_backends
+from kvcluster.engines.vllm.state_format import (
+    keeps_state,
+    refusals_of_states,
+    state_format,
+    state_plane,
+    state_views,
+)
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
@@ -49,7 +56,8 @@ _IRRELEVANT = """
 class Layout:
     """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds and the
     byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
-    `groups[i].layers`; `dims` are the dimensions of K and of V of one head, or that of the latent (MLA) and 0.
+    `groups[i].layers`; `dims` are the dimensions of K and of V of one head, that of the latent (MLA) and 0, or the
+    bytes of a state and 0.
     `kernels` names what computes KV on a GPU, as (name, value), since the bits depend on it; it is empty on a CPU,
     whose kernels stand in `formats`. `zeroes_blocks`: the engine writes new blocks before it passes the step to its
     workers' connectors."""
@@ -62,6 +70,16 @@ class Layout:
     formats: tuple[KVFormat, ...]
     kernels: tuple[tuple[str, str], ...] = ()
     zeroes_blocks: bool = False
+
+    @property
+    def kv_groups(self) -> tuple[int, ...]:
+        """The groups that keep KV of tokens."""
+        return tuple(number for number, group in enumerate(self.groups) if group.reuse != LAST)
+
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The groups that keep recurrent state."""
+        return tuple(number for number, group in enumerate(self.groups) if group.reuse == LAST)
 
     @property
     def may_fail_in_part(self) -> bool:
@@ -80,18 +98,26 @@ def layout(config: Any, kv: Any) -> Layout:
     groups, parts, names, dims, formats = [], [], [], [], []
     for of_engine in kv.kv_cache_groups:
         spec = of_engine.kv_cache_spec
-        heads = _total_heads(config, spec)
         layers = sorted(of_engine.layer_names, key=extract_layer_index)
+        names.append(tuple(layers))
+        numbers = tuple(extract_layer_index(name) for name in layers)
+        if keeps_state(spec):
+            of_state = state_format(config, spec)
+            groups.append(Group(numbers, (state_plane(spec, of_state, tp),), LAST))
+            parts.append(Part(0, len(layers), rank, rank + 1))
+            dims.append((spec.state_content_size_bytes, 0))
+            formats.append(of_state)
+            continue
+        heads = _total_heads(config, spec)
         v_dim = spec.head_size_v if spec.head_size_v is not None else spec.head_size
         dtype = str(spec.dtype).removeprefix("torch.")
         of_kernel, of_head = kv_format(config, spec), (spec.head_size, v_dim)
         planes = of_kernel.planes(heads=heads, block_tokens=spec.block_size, dims=of_head, dtype=dtype)
         slides = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
-        group = Group(tuple(extract_layer_index(name) for name in layers), planes, window(slides) if slides else PREFIX)
+        group = Group(numbers, planes, window(slides) if slides else PREFIX)
         first = rank * heads // tp  # with more ranks than heads, neighbouring ranks hold the same head
         groups.append(group)
         parts.append(Part(0, len(layers), first, first + spec.num_kv_heads))
-        names.append(tuple(layers))
         dims.append(of_head)
         formats.append(of_kernel)
     block_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
@@ -111,6 +137,8 @@ def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int
     names: list[str] = []
     prefills: list[str] = []
     for group, (k_dim, v_dim) in zip(groups, dims, strict=True):
+        if group.reuse == LAST:  # whose packing names its kernels
+            continue
         if not v_dim:
             backend, prefill = latent_backends(config, k_dim)
             prefills.append(prefill.get_name())
@@ -149,11 +177,14 @@ def refusals_of_settings(config: Any) -> Iterator[str]:
 def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
     if not kv.kv_cache_groups:
         yield "it keeps no KV"
+    yield from refusals_of_states(config, kv.kv_cache_groups)
     sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
     if len(sizes) > 1:
         yield f"its groups of layers have blocks of {', '.join(map(str, sorted(sizes)))} tokens; all must have as many"
     for number, group in enumerate(kv.kv_cache_groups):
         spec = group.kv_cache_spec
+        if keeps_state(spec):
+            continue
         if type(spec) not in _SERVED:
             kinds = ", ".join(kind.__name__ for kind in _SERVED)
             yield f"group {number} keeps {type(spec).__name__}; served are {kinds}"
@@ -200,13 +231,16 @@ def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) ->
     tokens, dim of K + dim of V]`, one per layer; of latents, `[blocks, 1, tokens, dim]`. Raises CallerError for tensors
     of another shape or with unknown strides."""
     k_dim, v_dim = layout.dims[number]
-    out: list[Any] = []
+    group, out = layout.groups[number], list[Any]()
     for name in layout.layers[number]:
         cache = kv_caches[name]
+        if group.reuse == LAST:
+            out.append(state_views(name, cache, group.planes[0]))
+            continue
         if cache.ndim != 4 or cache.shape[0] == 0 or cache.shape[2:] != (layout.block_tokens, k_dim + v_dim):
             raise _unknown(name, cache, layout, number)
         try:
-            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=layout.groups[number].heads))
+            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=group.heads))
         except CallerError:
             raise _unknown(name, cache, layout, number) from None
     return out
@@ -373,6 +407,13 @@ def copied_into(output: Any) -> tuple[int, ...]:
     return tuple(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
 
 
+def boundary_states(output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """Returns by request the states that a step has, once it has run, in blocks of their own, each as (group, block,
+    tokens before the boundary). The engine keeps the block as it is until it lists it as written anew."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
+
+
 def scheduled_tokens(output: Any) -> int:
     """Returns how many tokens a step computes, of all its requests."""
     return int(output.total_num_scheduled_tokens)
@@ -448,5 +489,7 @@ def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
 
 
 def _named(group: Group) -> str:
+    if group.reuse == LAST:
+        return f"{len(group.layers)} layers of recurrent state"
     slides = f" with a window of {group.reuse.tokens}" if group.reuse.kind == "window" else ""
     return f"{len(group.layers)} layers{slides}"
