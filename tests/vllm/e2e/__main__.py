@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.vllm.e2e import cost, exactness, identity, observe, prefill, ranks, serve, servers, smoke, tenants
+from tests.vllm.e2e import cost, exactness, identity, observe, prefill, ranks, recurrent, serve, servers, smoke, tenants
 from tests.vllm.e2e.run import House, Table, house
 
 CHECKS: dict[str, Callable[[House], None]] = {
@@ -20,6 +20,8 @@ CHECKS: dict[str, Callable[[House], None]] = {
     "mla": lambda one: exactness.check(one, "mla"),
     "e4m3": lambda one: exactness.check(one, "e4m3"),
     "e5m2": lambda one: exactness.check(one, "e5m2"),
+    "conv": lambda one: recurrent.check(one, "conv"),
+    "gdn": lambda one: recurrent.check(one, "gdn"),
     "servers-mla": lambda one: servers.check(one, "mla"),
     "servers-e4m3": lambda one: servers.check(one, "e4m3"),
     "servers-gemma": lambda one: servers.check(one, "gemma"),

@@ -1,7 +1,8 @@
 """One engine in a process of its own: `python -m tests.vllm.e2e.engine JOB`, where JOB is a file that says what to run.
 
 A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
-and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
+and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not (then perhaps `fresh`: the engine's
+own cache has nothing of any prompt), `sampling`, perhaps a `mutant`
 (mutants.py), an `adapter` or a `cache_salt`. Before it, weights may change (`nudge`), the engine be `reset`, and its
 weights be given a `weights` name by the operator's command. With `capture` the KV of its prompts is kept as well
 (capture.py).
@@ -45,10 +46,16 @@ LLM_ARGUMENTS: dict[str, Any] = {
 OF_MODEL: dict[str, dict[str, Any]] = {
     "mla": {"block_size": 16, "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
+    "conv": {
+        "enable_prefix_caching": True,
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    },
+    "gdn": {"enable_prefix_caching": True, "dtype": "bfloat16"},
 }
 """Where the engines of a model differ: vLLM's attention for MLA on a CPU has blocks of 16 tokens alone, and the rotary
-kernel of vLLM 0.32 misreads the tensors that MLA gives it, so that torch computes that. The checkpoint of "e4m3" says
-by itself that its KV is in fp8."""
+kernel of vLLM 0.32 misreads the tensors that MLA and LFM2 give it, so that torch computes that. The checkpoint of "e4m3" says
+by itself that its KV is in fp8. vLLM keeps the recurrent state of block boundaries for its own prefix cache alone, and
+its kernel for GDN on a CPU takes bfloat16."""
 
 ON_SERVE: dict[str, Any] = {
     "max_model_len": 2048,
@@ -119,6 +126,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             if one.get("serial"):
                 outputs = []
                 for prompt, of_prompt in zip(prompts, params, strict=True):
+                    if one.get("fresh"):
+                        _forget(llm)
                     outputs += llm.generate([prompt], of_prompt, use_tqdm=False, lora_request=lora)
                     if job.get("capture"):
                         kept.append(capture.take(arguments["block_size"]))
@@ -173,6 +182,17 @@ def _flush(scheduler: Any) -> None:
     client = get_kv_transfer_group()._worker._registration.client
     if client is not None:
         client.flush(deadline_ms=10_000)
+
+
+def _forget(llm: Any) -> None:
+    """Empties the engine's own prefix cache, once no store reads a block of it any more, which a step tells."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    until = time.monotonic() + JOIN_S
+    while not llm.llm_engine.reset_prefix_cache():
+        assert time.monotonic() < until, "blocks stay in use"
+        llm.generate([TokensPrompt(prompt_token_ids=[1])], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 def _nudge(llm: Any) -> None:
