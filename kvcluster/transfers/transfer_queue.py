@@ -183,15 +183,12 @@ class TransferQueue:
         start: int = 0,
         parts: tuple[Part | None, ...] | None = None,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms). `parts`
-        are those that `bound` holds, one for each group, by default this client's."""
+        """As Client.begin_store, from checked memory of `parts`, by default this client's. `hashes` may begin with the
+        block `start` (StoreTerms)."""
         self._control.check_may_store()
-        mine = self._parts if parts is None else parts
-        of_groups = tuple((group, part) for group, part in enumerate(mine) if part is not None)
+        held = tuple((group, part) for group, part in enumerate(parts or self._parts) if part is not None)
         attempt, progress = self._next_attempt(), StoreProgress()
-        terms = StoreTerms(
-            spec, hashes, first, of_groups, loss, tokens, attempt, self._store_wait_ns, start, self._host
-        )
+        terms = StoreTerms(spec, hashes, first, held, loss, tokens, attempt, self._store_wait_ns, start, self._host)
         plan = StorePlan(
             *(terms, progress, self._health),
             streams=self._shards.streams,

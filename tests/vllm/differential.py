@@ -2,12 +2,12 @@
 
     python -m tests.vllm.differential --operations 20000 --seed 1
 
-A scenario draws from its seed two engines (full attention, latents, groups with windows or recurrent state, one or two ranks, chunked
-prefill, overlapping steps, few blocks, with and without vLLM's own prefix cache, loads within or beside the passes) and
-a cluster with too little memory. Then it draws operations: requests with shared prefixes, salts and pictures, steps,
-aborts between steps and within them, flipped bits, purges, engines that end and start again, and engines on a device
-that sleep. Requests whose loads have failed are often aborted, and asked again. Engines give different pictures one
-name.
+A scenario draws from its seed two engines (full attention, latents, groups with windows or recurrent state, one or two
+ranks, chunked prefill, overlapping steps, few blocks, with and without vLLM's own prefix cache, loads within or beside
+the passes) and a cluster with too little memory. Then it draws operations: requests with shared prefixes, salts and
+pictures, steps, aborts between steps and within them, flipped bits, purges, engines that end and start again, and
+engines on a device that sleep. Requests whose loads have failed are often aborted, and asked again. Engines give
+different pictures one name.
 
 The oracle is toy.py's Text, which shares no code with kvcluster: what the KV of a position must be follows from the
 tokens, the salt and the pictures before it. An engine that takes a block as computed whose content is anything else

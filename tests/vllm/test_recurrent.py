@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from kvcluster.core.groups import LAST, PREFIX, Part, Plane
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.scheduler import SchedulerSide
+from kvcluster.engines.vllm.step_metadata import LoadOrder
 from kvcluster.engines.vllm.store_planner import StorePlanner
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.errors import CallerError
@@ -34,7 +35,7 @@ STATE_BYTES = 2 * 32 * 4
 """A layer's: two inputs of a convolution over 32 channels, in float32."""
 
 KV_BYTES = BLOCK * 2 * 16 * 4
-"""Of a layer and a block, and as many has a page of states, with its padding."""
+"""Of a layer and a block; as many has a page of states, with its padding."""
 
 EVERY = {"prefix_cache_retention_interval": BLOCK}
 """The engine keeps the state of every boundary at which a step ends, not only of the last one of a prompt."""
@@ -51,9 +52,8 @@ def ask(engine: Engine, name: str, prompt: Sequence[int], *, max_tokens: int = 2
     engine.run()
     engine.drain()
     nbytes = int(engine.counts["loaded_bytes"] - before)
-    blocks, states = divmod(nbytes, 2 * KV_BYTES)
-    assert states in (0, 4 * STATE_BYTES), "one state of each of four layers, and no other"
-    assert bool(blocks) == bool(states)
+    blocks, rest = divmod(max(0, nbytes - 4 * STATE_BYTES), 2 * KV_BYTES)
+    assert not rest and bool(blocks) == bool(nbytes), "one state of each of four layers, and the KV of two"
     return blocks * BLOCK
 
 
@@ -103,7 +103,8 @@ def test_views_show_the_states_bytes_without_their_padding(conv: Path, memory: s
         cache, nbytes = caches[name], STATE_BYTES // ranks
         cache.view(torch.uint8).copy_(noise(cache.shape, seed=seed).view(torch.uint8)[..., : cache.shape[-1]])
         flat = view if ranks == 1 else view[:, 0]
-        assert flat.shape == (160, nbytes) and cache.shape[3] > nbytes
+        assert flat.shape == (160, nbytes)
+        assert cache.stride(0) >= KV_BYTES // ranks > nbytes, "pages are padded to those of KV"
         assert torch.equal(flat, cache[:, 0, 0, :nbytes].view(torch.uint8))
         flat[3].fill_(7)
         assert bool((cache[3, 0, 0, :nbytes] == 7).all()), "the same memory"
@@ -190,8 +191,8 @@ def test_a_layer_that_keeps_a_state_and_kv_is_refused(conv: Path) -> None:
 def test_a_second_engine_continues_from_the_last_state_of_a_prompt(bench: Bench, conv: Path, ranks: int) -> None:
     one, other = (with_states(bench, conv, tensor_parallel_size=ranks) for _ in range(2))
     assert ask(one, "a", EIGHT) == 0
-    assert one.counts["stored_pages"] == ranks * (8 + 2)
-    assert ask(other, "a", EIGHT, max_tokens=6) == 8 * BLOCK
+    assert one.counts["stored_pages"] == ranks * (8 + 1), "of the last block KV, and its state beside it"
+    assert ask(other, "a", EIGHT) == 8 * BLOCK
     assert other.counts["stored_pages"] == 0
 
 
@@ -206,7 +207,7 @@ def test_no_load_ends_at_a_boundary_without_its_state(bench: Bench, conv: Path) 
     ask(one, "a", EIGHT)
     assert one.client.lookup(EIGHT[: 6 * BLOCK + 1]).blocks == 0
     assert ask(other, "b", [*EIGHT[: 6 * BLOCK], 99, 98]) == 0
-    assert ask(other, "c", [*EIGHT, 99, 98, 97, 96, 95]) == 8 * BLOCK
+    assert ask(with_states(bench, conv), "c", [*EIGHT, 99, 98, 97, 96, 95]) == 8 * BLOCK
 
 
 def test_what_the_engine_keeps_within_a_prompt_is_stored_chunk_by_chunk(bench: Bench, conv: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_second_turn_continues_behind_an_answer_whose_states_the_engine_keeps(
     ask(one, "a", EIGHT, max_tokens=3 * BLOCK)
     answer = one.texts["a"]
     turn = [*EIGHT, *(answer.token(len(EIGHT) + at) for at in range(3 * BLOCK)), 99, 98]
-    assert ask(other, "b", turn) == 10 * BLOCK
+    assert ask(other, "b", turn) == 11 * BLOCK, "behind all but its last token, which has no KV"
     third = [*turn, *range(3 * BLOCK)]
     assert ask(other, "c", third) == 0, "its own cache has the state"
     assert ask(with_states(bench, conv), "d", [*third, 1, 2]) == len(third) // BLOCK * BLOCK
@@ -248,7 +249,9 @@ def test_a_load_that_fails_is_computed(bench: Bench, conv: Path) -> None:
 
 def test_requests_of_few_blocks_are_preempted_and_told_the_truth(bench: Bench, conv: Path) -> None:
     drawing, preempted = Random(1), 0
-    engines = [with_states(bench, conv, blocks=60, max_num_batched_tokens=24, **EVERY) for _ in range(2)]
+    engines = [
+        with_states(bench, conv, blocks=60, max_model_len=80, max_num_batched_tokens=24, **EVERY) for _ in range(2)
+    ]
     heads = [[drawing.randrange(9) for _ in range(9 * BLOCK)] for _ in range(2)]
     for turn in range(3):
         for at, engine in enumerate(engines):
@@ -304,28 +307,17 @@ def _a_state_is_taken_one_step_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def _states_do_not_arrive(patch: pytest.MonkeyPatch) -> None:
-    end = WorkerSide._end_load
+    """They are written to a block that no request has."""
+    begin = WorkerSide._begin_load
 
-    def without(self: WorkerSide, load: Any) -> None:
-        if load.transfer is not None:
-            load.transfer.result()
-            for group in self._layout.state_groups:
-                for states in self._layers[group]:
-                    assert isinstance(states, torch.Tensor)
-                    states[load.order.into[group][-1]] = 0
-        end(self, load)
+    def elsewhere(self: WorkerSide, order: LoadOrder) -> Any:
+        into = tuple(
+            (150,) * len(blocks) if group in self._layout.state_groups else blocks
+            for group, blocks in enumerate(order.into)
+        )
+        return begin(self, replace(order, into=into))
 
-    patch.setattr(WorkerSide, "_end_load", without)
-
-
-def _groups_of_state_are_taken_for_one_another(patch: pytest.MonkeyPatch) -> None:
-    memory = WorkerSide._memory
-
-    def other(self: WorkerSide, blocks: Any) -> Any:
-        first, second, *rest = memory(self, blocks)
-        return [second, first, *rest]
-
-    patch.setattr(WorkerSide, "_memory", other)
+    patch.setattr(WorkerSide, "_begin_load", elsewhere)
 
 
 FAULTS = [_a_state_of_another_boundary_is_stored, _a_state_is_taken_one_step_late, _states_do_not_arrive]
@@ -335,15 +327,12 @@ FAULTS = [_a_state_of_another_boundary_is_stored, _a_state_is_taken_one_step_lat
 def test_a_planted_fault_is_told_as_nonsense(
     bench: Bench, conv: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
-    if bench.twin and plant is _states_do_not_arrive:
-        pytest.skip("a test may not write the twin's memory past its order of work")
     plant(monkeypatch)
     one, other = with_states(bench, conv), with_states(bench, conv)
     ask(one, "a", EIGHT, max_tokens=4)
     other.add("b", [*EIGHT, 99, 98], max_tokens=4)
     with pytest.raises(AssertionError, match="b was told nonsense"):
         other.run()
-    other.run()
 
 
 def _a_block_of_state_is_read_after_its_reuse(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Recurrent state of toy engines: what vLLM's model runner does with the blocks of a group that keeps it.
 
-A request has one state, in the block of the column that its last token belongs to. Before a step the runner copies it to
-the column that the step ends in, if that is another one; the step computes it there in place, from the state before its
-first token to that behind its last. What a state is follows from all tokens before it, as KV does in toy.py.
+A request has one state, in the block of the column that its last token belongs to. Before a step the runner copies it
+to the column that the step ends in, if that is another one; the step computes it there in place, from the state before
+its first token to that behind its last. What a state is follows from all tokens before it, as KV does in toy.py.
 """
 
 from __future__ import annotations

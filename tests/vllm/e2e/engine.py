@@ -48,14 +48,15 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "conv": {
         "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": 32,
         "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     },
-    "gdn": {"enable_prefix_caching": True, "dtype": "bfloat16"},
+    "gdn": {"enable_prefix_caching": True, "prefix_cache_retention_interval": 64, "dtype": "bfloat16"},
 }
 """Where the engines of a model differ: vLLM's attention for MLA on a CPU has blocks of 16 tokens alone, and the rotary
-kernel of vLLM 0.32 misreads the tensors that MLA and LFM2 give it, so that torch computes that. The checkpoint of "e4m3" says
-by itself that its KV is in fp8. vLLM keeps the recurrent state of block boundaries for its own prefix cache alone, and
-its kernel for GDN on a CPU takes bfloat16."""
+kernel of vLLM 0.32 misreads the tensors that MLA and LFM2 give it, so that torch computes that. The checkpoint of
+"e4m3" says by itself that its KV is in fp8. vLLM keeps the recurrent state of block boundaries for its own prefix cache
+alone, here of every one at which a step ends; its kernel for GDN on a CPU takes bfloat16."""
 
 ON_SERVE: dict[str, Any] = {
     "max_model_len": 2048,
@@ -65,8 +66,8 @@ ON_SERVE: dict[str, Any] = {
 }
 """Where replicas differ from it: longer prompts, computed whole, and the engine's own cache before the cluster's."""
 
-_FEW_BLOCKS = {"mla": 90}
-"""Of smaller blocks eight requests waste less."""
+_FEW_BLOCKS = {"mla": 90, "conv": 90}
+"""Of smaller blocks eight requests waste less; recurrent states take blocks of their own."""
 
 JOIN_S = 60.0
 

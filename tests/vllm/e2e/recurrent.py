@@ -14,9 +14,13 @@ from typing import Any
 from kvcluster.core.groups import LAST
 from kvcluster.core.spec import KVSpec
 from tests.vllm.e2e import mutants_names
+from tests.vllm.e2e.engine import few_blocks
 from tests.vllm.e2e.run import House, answers, differences, least_distinct, loaded, prompts
 
 REQUESTS, NEW_TOKENS = 24, 48
+
+DISTINCT = 4
+"""Token ids of each answer. Models of convolutions repeat themselves more than others; logprobs differ all the same."""
 
 TURN_TOKENS = 40
 """What a second turn adds to a conversation."""
@@ -32,7 +36,7 @@ def check(house: House, model: str) -> None:
         f"{model}: control pair, without the cache",
         f"{differences(answers(control, 1), expected)} of {REQUESTS} differ; at least {least_distinct(expected)} "
         "distinct tokens",
-        not differences(answers(control, 1), expected) and least_distinct(expected) >= 8,
+        not differences(answers(control, 1), expected) and least_distinct(expected) >= DISTINCT,
     )
     first = house.run({"model": house.model(model), "connector": house.connector(), "rounds": [serial]})
     spec = pickle.loads(bytes.fromhex(first["spec"]))
@@ -41,6 +45,8 @@ def check(house: House, model: str) -> None:
     rounds = [answers(second, number) for number in range(2)]
     _compare(house, f"{model}: a second engine, loading", rounds, expected, least_loaded=REQUESTS)
     _check_counts(house, f"{model}: loaded, not recomputed", rounds, spec)
+    if model in _ALIKE:
+        _check_batches(house, model, asked, expected)
     _check_turns(house, model, asked, expected)
     _check_mutants(house, model, serial, expected)
 
@@ -49,6 +55,23 @@ def _compare(house: House, what: str, rounds: Sequence[Any], expected: Any, *, l
     differ, hits = sum(differences(mine, expected) for mine in rounds), sum(map(loaded, rounds))
     seen = f"{differ} of {len(rounds) * len(expected)} differ; {hits} loaded"
     house.table.add(what, seen, not differ and hits >= least_loaded)
+
+
+_ALIKE = ("conv",)
+"""Whose kernels compute a request in a batch as they do alone."""
+
+
+def _check_batches(house: House, model: str, asked: Sequence[list[int]], expected: Any) -> None:
+    """Beside the engine's own cache, and preempted."""
+    batched = {"prompts": asked, "sampling": {"max_tokens": NEW_TOKENS}}
+    llm = {"num_gpu_blocks_override": few_blocks(model)}
+    job = {"model": house.model(model), "llm": llm, "connector": house.connector(), "rounds": [batched, batched]}
+    outcome = house.run(job)
+    rounds = [answers(outcome, number) for number in range(2)]
+    differ, hits = sum(differences(mine, expected) for mine in rounds), sum(map(loaded, rounds))
+    preemptions = float(outcome["metrics"].get("vllm:num_preemptions") or 0)
+    seen = f"{differ} of {2 * len(expected)} differ; {hits} loaded; {preemptions:.0f} preemptions"
+    house.table.add(f"{model}: batched, preempted", seen, not differ and hits > 0 and preemptions > 0)
 
 
 def _check_counts(house: House, what: str, rounds: Sequence[Any], spec: KVSpec) -> None:
