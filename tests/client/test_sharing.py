@@ -17,6 +17,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import PrepareStore
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Buffers, Dense, Paged
 from kvcluster.transfers.long_chains import Prompt
@@ -446,8 +447,9 @@ def test_a_store_may_leave_groups_out_whose_blocks_are_stored_by_others(cluster:
     into = of_groups(4, blank)
     with client.prepare_load(hashes) as ticket:
         assert client.begin_load(ticket, into).result().blocks == 3
-    assert torch.equal(into[0][:3], full[:3]) and torch.equal(into[2][2], state[2])
-    assert not into[2][1].any()
+    assert torch.equal(into[0][:3].view(torch.uint8), full[:3].view(torch.uint8))
+    assert torch.equal(into[2][2], state[2])
+    assert torch.equal(into[2][1], of_groups(4, blank)[2][1])
 
 
 def test_a_store_of_no_group_is_refused(cluster: MemoryCluster) -> None:
