@@ -307,12 +307,12 @@ def _a_state_is_taken_one_step_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def _states_do_not_arrive(patch: pytest.MonkeyPatch) -> None:
-    """They are written to a block that no request has."""
+    """They are written to blocks that no request has."""
     begin = WorkerSide._begin_load
 
     def elsewhere(self: WorkerSide, order: LoadOrder) -> Any:
         into = tuple(
-            (150,) * len(blocks) if group in self._layout.state_groups else blocks
+            (150 + group,) * len(blocks) if group in self._layout.state_groups else blocks
             for group, blocks in enumerate(order.into)
         )
         return begin(self, replace(order, into=into))
