@@ -58,6 +58,7 @@ from kvcluster.transfers.layouts import (
     check_open,
     check_tokens_of,
     kind_of,
+    parts_given,
     parts_of,
 )
 from kvcluster.transfers.long_chains import Prompt, TokenIds, as_prompt, known_hashes, listed
@@ -260,8 +261,10 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
     ) -> Transfer[Stored]:
         """Begins to store `hashes[first:]`, whose KV lies in `source` (as `into` of begin_load). Returns at once.
 
-        `hashes` is the chain from the first block of the sequence. `source` must not change until `source_free()`; on a
-        GPU it is read after all that the calling thread has enqueued on its current stream. `loss` is the loss of the
+        `hashes` is the chain from the first block of the sequence. `source` may be None for some groups of the client's
+        part: then nothing of them is stored, as of blocks behind which a recurrent state was not kept. It must not
+        change until `source_free()`; on a GPU it is read after all that the calling thread has enqueued on its current
+        stream. `loss` is the loss of the
         prefix over which the KV was computed (Loaded.loss). Blocks that others have stored with no more loss, or are
         storing, are not moved. If this client already has limits.STORES_QUEUED stores waiting, the returned transfer
         has already ended, with a miss `full`. `token_ids` are the tokens of `hashes[first:]`, for KV events; they are
@@ -272,8 +275,9 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
         ids = listed(token_ids)
         check_tokens_of(ids, len(hashes) - first, spec.block_tokens)
-        bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        transfer = self._transfers.store(hashes, first, check_loss(loss), bound, ids, spec, deadline)
+        parts = parts_given(source, self.parts)
+        bound = bind(source, spec, parts, len(hashes) - first, writable=False)
+        transfer = self._transfers.store(hashes, first, check_loss(loss), bound, ids, spec, deadline, parts=parts)
         transfer.keeps = self
         return transfer
 

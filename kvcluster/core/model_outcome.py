@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.core import architectures as examined
-from kvcluster.core.groups import PREFIX, Group
+from kvcluster.core.groups import Group
 from kvcluster.core.model_config import read_kv
-from kvcluster.core.model_kinds import FULL, LATENTS, SEVERAL_WINDOWS, TRAITS, UNLIKE, WINDOWS
+from kvcluster.core.model_kinds import CHUNKED, FULL, LATENTS, SEVERAL_WINDOWS, TRAITS, UNLIKE, WINDOWS
 from kvcluster.errors import ConfigError, SpecError
 
 PROVED = "served and proved"
@@ -23,8 +23,10 @@ CONTRACT = "served, by contract"
 REFUSED = "refused"
 UNKNOWN = "unknown"
 
-_READ = (FULL, WINDOWS, SEVERAL_WINDOWS, LATENTS, UNLIKE)
+_READ = (FULL, WINDOWS, SEVERAL_WINDOWS, CHUNKED, LATENTS, UNLIKE)
 """The kinds that config.json can tell; an architecture has the others whatever the file says."""
+
+_BY_REUSE = {"prefix": FULL, "window": WINDOWS, "chunk": CHUNKED}
 
 _NO_DTYPE = "config.json gives no dtype: bfloat16 is assumed"
 
@@ -126,13 +128,13 @@ def kinds_of(groups: Iterable[Group]) -> tuple[str, ...]:
     for group in groups:
         if group.reuse.kind == "window":
             windows.append(group.reuse.tokens)
-        elif group.reuse != PREFIX:
+        elif group.reuse.kind not in _BY_REUSE:
             raise ConfigError(f"a group of layers is reused by the rule {group.reuse.kind!r}")
         names = [plane.name for plane in group.planes]
         if names == ["latent"]:
             found.append(LATENTS)
         elif names == ["k", "v"]:
-            found.append(WINDOWS if group.reuse.kind == "window" else FULL)
+            found.append(_BY_REUSE[group.reuse.kind])
             found += [UNLIKE] if group.planes[0].dim != group.planes[1].dim else []
         else:
             raise ConfigError(f"a group of layers keeps {', '.join(names)}")

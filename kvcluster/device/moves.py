@@ -269,9 +269,10 @@ class WholeBlocks:
             words.extend((address + at * step, geometry.rows[block], 0, geometry.part.layers))
         return self.records_at + _WORD_BYTES * _RECORD_WORDS * self._most * which, words.tobytes()
 
-    def launches(self, count: int) -> list[Launch]:
-        """Returns the launches that move the first `count` blocks of each geometry."""
-        return [replace(launch, count=count) for made in self._launches for launch in made]
+    def launches(self, counts: Sequence[int]) -> list[Launch]:
+        """Returns the launches that move the first blocks of each geometry, as many as `counts` has for it."""
+        each = zip(self._launches, counts, strict=True)
+        return [replace(launch, count=count) for made, count in each if count for launch in made]
 
     def records(self, which: int, blocks: Sequence[int], address: int) -> Iterator[StagedRecord]:
         """Yields what is moved for `place`."""

@@ -96,7 +96,7 @@ class Snapshots:
             slot.memory.release()
 
     def take(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
-        """Enqueues a snapshot of these blocks, for each group as many, at most `most`: behind all that the calling
+        """Enqueues a snapshot of these blocks, of each group at most `most`: behind all that the calling
         thread has enqueued, and before all that it will. Returns None if no slot is free. Raises DeviceFailed."""
         return self._taken(blocks, self.device.current(), self._out)
 
@@ -110,23 +110,27 @@ class Snapshots:
             slot = self._free.get_nowait()
         except Empty:
             return None
-        device, count = self.device, len(blocks[0])
+        device, counts = self.device, [len(of_group) for of_group in blocks]
         assert stream is not None and out is not None, "`open` has returned"
         addresses = [slot.memory.range.address + start for start in self.starts]
         for group, (of_group, address) in enumerate(zip(blocks, addresses, strict=True)):
+            if not of_group:
+                continue
             at, words = self.moves.place(group, of_group, address)
             with slot.pinned.opened(at, at + len(words), writes=True) as view:
                 view[:] = words
             device.copy(slot.memory.range.piece(at, len(words)), slot.pinned.range.piece(at, len(words)), stream)
         table = slot.memory.range.piece(0, self.moves.nbytes)
-        device.launch(Gather(table, self.moves.launches(count), _Records(self.moves, blocks, addresses)), stream)
+        device.launch(Gather(table, self.moves.launches(counts), _Records(self.moves, blocks, addresses)), stream)
         gathered = device.record(stream)
         if stream != out:
             device.wait(out, gathered)
-        for start, page_bytes in zip(self.starts, self.moves.page_bytes, strict=True):
+        for start, page_bytes, count in zip(self.starts, self.moves.page_bytes, counts, strict=True):
             nbytes = count * page_bytes
+            if not nbytes:
+                continue
             device.copy(slot.pinned.range.piece(start, nbytes), slot.memory.range.piece(start, nbytes), out)
-        return Snapshot(self, slot, count, gathered, device.record(out))
+        return Snapshot(self, slot, counts, gathered, device.record(out))
 
     def give_back(self, slot: Slot) -> None:
         """Takes a slot back, of which nothing is read or under way any more."""
@@ -134,17 +138,17 @@ class Snapshots:
 
 
 class Snapshot:
-    """The pages of `count` blocks, once `done` has returned True, until `release`. After the event `gathered` the
-    blocks are not read any more."""
+    """The pages of as many blocks of each group as `counts` has, once `done` has returned True, until `release`. After
+    the event `gathered` the blocks are not read any more."""
 
-    def __init__(self, of: Snapshots, slot: Slot, count: int, gathered: Event, event: Event) -> None:
+    def __init__(self, of: Snapshots, slot: Slot, counts: Sequence[int], gathered: Event, event: Event) -> None:
         self._of = of
         self._slot = slot
         self.gathered = gathered
         self._event = event
         self._views = ExitStack()
         self.opened = False
-        self.count = count
+        self.counts = counts
 
     def done(self) -> bool:
         """Whether the pages have arrived. Raises DeviceFailed."""
@@ -153,8 +157,10 @@ class Snapshot:
     def open(self) -> None:
         """From now on, until `release`, the CPU reads the pages."""
         self.opened = True
-        for start, page_bytes in zip(self._of.starts, self._of.moves.page_bytes, strict=True):
-            stop = start + self.count * page_bytes
+        for start, page_bytes, count in zip(self._of.starts, self._of.moves.page_bytes, self.counts, strict=True):
+            stop = start + count * page_bytes
+            if not count:
+                continue
             self._views.enter_context(self._slot.pinned.opened(start, stop, writes=False))
 
     def pages(self, group: int, first: int, stop: int) -> list[memoryview]:

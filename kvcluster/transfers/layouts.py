@@ -136,6 +136,15 @@ def parts_of(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part
     return tuple(Part(*by_group[group]) if group in by_group else None for group in range(len(spec.groups)))
 
 
+def parts_given(source: object, parts: tuple[Part | None, ...]) -> tuple[Part | None, ...]:
+    """Returns these parts without those of groups for which the source of a store is None, as long as it has a group
+    that is to be stored."""
+    if not isinstance(source, (list, tuple)) or len(source) != len(parts):
+        return parts
+    given = tuple(None if of_group is None else part for of_group, part in zip(source, parts, strict=True))
+    return given if any(part is not None for part in given) else parts
+
+
 def kind_of(value: object) -> str:
     """Returns the type of a wrong argument, for a message."""
     return "None" if value is None else f"a {type(value).__name__}"

@@ -181,18 +181,14 @@ class TransferQueue:
         deadline: Deadline,
         *,
         start: int = 0,
+        parts: tuple[Part | None, ...] | None = None,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
+        """As Client.begin_store, from checked memory of `parts`, by default this client's; `start` as in StoreTerms."""
         self._control.check_may_store()
-        parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
+        held = tuple((group, part) for group, part in enumerate(parts or self._parts) if part is not None)
         attempt, progress = self._next_attempt(), StoreProgress()
-        terms = StoreTerms(spec, hashes, first, parts, loss, tokens, attempt, self._store_wait_ns, start, self._host)
-        plan = StorePlan(
-            *(terms, progress, self._health),
-            streams=self._shards.streams,
-            next_attempt=self._next_attempt,
-            deadline_ns=deadline.at_ns,
-        )
+        terms = StoreTerms(spec, hashes, first, held, loss, tokens, attempt, self._store_wait_ns, start, self._host)
+        plan = self._store_plan(terms, progress, deadline)
 
         def executor_of(runner: PlanRunner[StoreEvent, StoreEffect]) -> StoreExecutor:
             callbacks = StoreCallbacks(
@@ -220,6 +216,14 @@ class TransferQueue:
             else:
                 self._store_ended(transfer, progress.stored(full), None)
         return transfer
+
+    def _store_plan(self, terms: StoreTerms, progress: StoreProgress, deadline: Deadline) -> StorePlan:
+        return StorePlan(
+            *(terms, progress, self._health),
+            streams=self._shards.streams,
+            next_attempt=self._next_attempt,
+            deadline_ns=deadline.at_ns,
+        )
 
     def load_seconds(self, blocks: int, spec: KVSpec) -> float | None:
         """Returns how long a load of this many blocks would take by the loads so far; None before the first."""

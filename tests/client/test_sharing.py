@@ -17,6 +17,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import PrepareStore
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Buffers, Dense, Paged
 from kvcluster.transfers.long_chains import Prompt
@@ -429,6 +430,32 @@ def of_groups(blocks: int, make: Callable[..., torch.Tensor]) -> list[torch.Tens
         make([blocks, 1, 2, BLOCK, 2, DIM], torch.bfloat16),
         make([blocks, 1, 100], torch.uint8),
     ]
+
+
+def test_a_store_may_leave_groups_out_whose_blocks_are_stored_by_others(cluster: MemoryCluster) -> None:
+    tokens, (full, slides, state) = prompt(4), of_groups(4, noise)
+    client = cluster.client(GROUPS)
+    hashes = client.hashes(tokens)
+    kv = client.begin_store(hashes, [full, slides, None]).result()
+    assert (kv.blocks, client.lookup(tokens).blocks) == (4, 0)
+    first, last = (
+        client.begin_store(hashes[: at + 1], [None, None, state[at : at + 1]], first=at).result() for at in (1, 2)
+    )
+    assert (first.blocks, first.nbytes, last.blocks) == (1, 100, 1)
+    client.flush()
+    assert client.lookup(tokens).blocks == 3, "the last boundary whose state there is"
+    into = of_groups(4, blank)
+    with client.prepare_load(hashes) as ticket:
+        assert client.begin_load(ticket, into).result().blocks == 3
+    assert torch.equal(into[0][:3].view(torch.uint8), full[:3].view(torch.uint8))
+    assert torch.equal(into[2][2], state[2])
+    assert torch.equal(into[2][1], of_groups(4, blank)[2][1])
+
+
+def test_a_store_of_no_group_is_refused(cluster: MemoryCluster) -> None:
+    client = cluster.client(GROUPS)
+    with pytest.raises(CallerError, match="memory for group 0 is None"):
+        client.begin_store(client.hashes(prompt(1)), [None, None, None])
 
 
 def test_each_group_loads_the_blocks_that_it_goes_on_from_and_no_others(cluster: MemoryCluster) -> None:

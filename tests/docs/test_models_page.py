@@ -64,10 +64,14 @@ def test_the_shares_are_of_all_architectures() -> None:
 
 
 def refusal_patterns() -> list[re.Pattern[str]]:
-    """The sentences of compat's refusals, with anything in place of what is filled in."""
-    source = (page.ROOT / "kvcluster" / "engines" / "vllm" / "compat.py").read_text(encoding="utf-8")
+    """The sentences of the connector's refusals, with anything in place of what is filled in."""
+    folder = page.ROOT / "kvcluster" / "engines" / "vllm"
+    sources = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in ("refusals", "state_format", "kv_plan")]
     functions = [
-        node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and "refusals" in node.name
+        node
+        for source in sources
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and "refusals" in node.name
     ]
     yielded = [
         node.value for each in functions for node in ast.walk(each) if isinstance(node, ast.Yield) and node.value

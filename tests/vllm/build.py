@@ -9,19 +9,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec, MLAAttentionSpec
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcluster.core.spec import KVSpec
-from kvcluster.engines.vllm import compat, settings
+from kvcluster.engines.vllm import compat, kv_plan, settings
 from kvcluster.engines.vllm.kv_format import KVFormat, fp8_dtype
 from kvcluster.engines.vllm.kv_plan import planned_kv, planned_stages
 
@@ -57,6 +60,13 @@ MLA = (
     | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
     | {"q_lora_rank": None, "first_k_dense_replace": 2, "num_nextn_predict_layers": 0}
 )
+CONV = (
+    {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "num_hidden_layers": 6}
+    | _SIZES
+    | {"layer_types": ["conv", "conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_bias": False}
+    | {"conv_dim": 32, "block_dim": 32, "block_ff_dim": 64, "block_multiple_of": 64, "block_ffn_dim_multiplier": 1.0}
+    | {"block_auto_adjust_ff_dim": False}
+)
 LATENT = 16
 """Dimensions of its latent, of which four are rotary."""
 
@@ -71,7 +81,7 @@ LLAMA4 = (
     | {"intermediate_size_mlp": 64}
 )
 
-MODELS = {"llama": LLAMA, "gemma": GEMMA, "mla": MLA, "llama4": LLAMA4}
+MODELS = {"llama": LLAMA, "gemma": GEMMA, "mla": MLA, "llama4": LLAMA4, "conv": CONV}
 
 
 def model_folder(path: Path, content: dict[str, Any]) -> Path:
@@ -129,7 +139,32 @@ def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:
     """The groups of layers and so many blocks of them, for each tensor parallel rank alike, and of pipeline ranks as
     the scheduler gets them. The engine's core notes the number."""
     config.cache_config.num_gpu_blocks_override = blocks
-    return planned_kv(config, 2**30)
+    if not config.model_config.is_hybrid:
+        return planned_kv(config, 2**30)
+    with patch.object(kv_plan, "layer_specs", hybrid_specs):
+        return planned_kv(config, 2**30)
+
+
+def hybrid_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """The spec of each layer of CONV, as vLLM's layers make them once its weights are loaded."""
+    cache, model = config.cache_config, config.model_config
+    heads, dim = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    kv = FullAttentionSpec(block_size=cache.block_size, num_kv_heads=heads, head_size=dim, dtype=model.dtype)
+    cls, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    state = MambaSpec(
+        block_size=cache.mamba_block_size,
+        shapes=cls.get_mamba_state_shape_from_config(config),
+        dtypes=cls.get_mamba_state_dtype_from_config(config),
+        page_size_padded=kv.page_size_bytes,
+        mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+        mamba_cache_mode=cache.mamba_cache_mode,
+        num_speculative_blocks=config.num_speculative_tokens,
+    )
+    kinds = enumerate(model.hf_text_config.layer_types)
+    return {
+        f"model.layers.{number}.{'short_conv' if kind == 'conv' else 'self_attn.attn'}": state if kind == "conv" else kv
+        for number, kind in kinds
+    }
 
 
 def kv_of_stages(config: VllmConfig, blocks: int = 160) -> list[KVCacheConfig]:

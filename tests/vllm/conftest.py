@@ -40,7 +40,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, DEFAULT, Steps, watched_client
 from tests.client.conftest import settle, start  # noqa: F401
-from tests.vllm.build import GEMMA, LLAMA, LLAMA4, MLA, engine_config, format_on_a_gpu, model_folder
+from tests.vllm.build import CONV, GEMMA, LLAMA, LLAMA4, MLA, engine_config, format_on_a_gpu, model_folder
 from tests.vllm.toy import Engine, Rank
 from tests.vllm.twin_toy import TwinRank, twins
 
@@ -84,6 +84,12 @@ def mla(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers that attend in chunks and two that keep everything."""
     return model_folder(tmp_path_factory.mktemp("models") / "llama4", LLAMA4)
+
+
+@pytest.fixture(scope="session")
+def conv(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers of short convolutions and two that keep everything."""
+    return model_folder(tmp_path_factory.mktemp("models") / "conv", CONV)
 
 
 class Bench:

@@ -2,12 +2,12 @@
 
     python -m tests.vllm.differential --operations 20000 --seed 1
 
-A scenario draws from its seed two engines (full attention, latents or groups with windows, one or two ranks, in some
-pipeline ranks too, chunked prefill, overlapping steps, few blocks, with and without vLLM's own prefix cache, loads
-within or beside the passes) and a cluster with too little memory. Then it draws operations: requests with shared
-prefixes, salts and pictures, steps, aborts between steps and within them, flipped bits, purges, engines that end and
-start again, and engines on a device that sleep. Requests whose loads have failed are often aborted, and asked again.
-Engines give different pictures one name.
+A scenario draws from its seed two engines (full attention, latents, layers that attend in chunks, groups with windows
+or recurrent state, one or two ranks, in some pipeline ranks too, chunked prefill, overlapping steps, few blocks, with
+and without vLLM's own prefix cache, loads within or beside the passes) and a cluster with too little memory. Then it
+draws operations: requests with shared prefixes, salts and pictures, steps, aborts between steps and within them,
+flipped bits, purges, engines that end and start again, and engines on a device that sleep. Requests whose loads have
+failed are often aborted, and asked again. Engines give different pictures one name.
 
 The oracle is toy.py's Text, which shares no code with kvcluster: what the KV of a position must be follows from the
 tokens, the salt and the pictures before it. An engine that takes a block as computed whose content is anything else
@@ -97,9 +97,13 @@ class Scenario:
         self._traits = self._drawn()
         if seed % 5 == 3 and self._traits.model == "llama":  # not drawn, so that all other seeds draw as before
             self._traits = replace(self._traits, model="mla")
+        if seed % 5 == 4 and self._traits.model == "llama":
+            self._traits = replace(self._traits, model="llama4")
         if seed % 7 == 3:
             most = 3 if self._traits.model == "gemma" else 2
             self._traits = replace(self._traits, pipeline=((most, 1), (1, 2), (2, most))[seed // 7 % 3])
+        if seed % 10 == 8:
+            self._traits = self._with_states(seed)
         if twin:  # loads go beside the passes, staging is as much as some blocks, and much is under way at once
             self._traits = replace(self._traits, twin=True, calm=self._random.random() < 0.2)
             self._traits.settings.update(layerwise_ms=0, staging_bytes=self._random.choice(STAGINGS))
@@ -279,6 +283,16 @@ class Scenario:
         }
         settings = {"prefill_tokens_per_s": 1, "layerwise_ms": draw.choice([0, 10_000, 10_000]), **PATIENT}
         return Traits(model, options, settings, draw.random() < 2 / 3)
+
+    def _with_states(self, seed: int) -> Traits:
+        """The same engines with layers of recurrent state, which want blocks for a state of each group, and vLLM's own
+        prefix cache. It keeps the state of every boundary at which a step ends, of some, or of the last of a prompt."""
+        options = self._traits.options | {
+            "blocks": max(64, self._traits.options["blocks"]),
+            "enable_prefix_caching": True,
+            "prefix_cache_retention_interval": (BLOCK, 0, 2 * BLOCK)[seed // 10 % 3],
+        }
+        return replace(self._traits, model="conv", options=options, pipeline=(1, 1))
 
     def _started(self) -> tuple[Engine, int, int]:
         """Starts an engine: with its number, and the free blocks that it must end with."""

@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVCacheGroupSpec,
     KVQuantMode,
-    MambaSpec,
     SinkFullAttentionSpec,
     SlidingWindowMLASpec,
 )
@@ -145,7 +144,6 @@ SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.
     [
         HiddenStateCacheSpec(**SHAPE | {"num_kv_heads": 1}),
         SlidingWindowMLASpec(**SHAPE | {"num_kv_heads": 1}, sliding_window=WINDOW),
-        MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,)),
         SinkFullAttentionSpec(**SHAPE),
     ],
     ids=lambda spec: type(spec).__name__,

@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec, SparseCacheRole
 
 from kvcluster.core.groups import PREFIX, Group, Part, Plane
-from kvcluster.engines.vllm import compat, kv_format, kv_plan, registration
+from kvcluster.engines.vllm import compat, kv_format, kv_plan, refusals, registration
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.step_metadata import BlockIds
 from kvcluster.engines.vllm.worker import WorkerSide
@@ -155,7 +155,7 @@ def test_latents_of_eight_bits_are_refused_by_the_name_of_their_format(mla: Path
     (group,) = kv.kv_cache_groups
     traits = {"cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
     kv.kv_cache_groups = [replace(group, kv_cache_spec=replace(group.kv_cache_spec, **traits))]
-    found = list(compat.refusals(config, kv))
+    found = list(refusals.refusals(config, kv))
     assert len(found) == 1 and "fp8_ds_mla" in found[0]
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.groups import Part, cover
 from kvcluster.core.miss import Loss
-from kvcluster.engines.vllm import compat, examine, kv_plan
+from kvcluster.engines.vllm import compat, examine, kv_plan, refusals
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, StepReport
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.errors import CallerError
@@ -161,7 +161,7 @@ def test_a_rank_without_layers_is_refused_by_every_process(
 ) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "5,0")
     config = engine_config(folders["llama"], **sizes(2, 1))
-    assert list(compat.refusals_of_settings(config)) == [
+    assert list(refusals.refusals_of_settings(config)) == [
         "its pipeline rank 1 computes no layer that keeps KV; use --tensor-parallel-size"
     ]
 
@@ -195,9 +195,9 @@ def test_operators_are_told_of_both_kinds_of_ranks(folders: dict[str, Path], mod
 
 def test_pipeline_ranks_of_which_vllm_returns_only_the_last_ones_outputs_are_refused(folders: dict[str, Path]) -> None:
     config = engine_config(folders["llama"], **sizes(2, 1))
-    assert not list(compat.refusals_of_settings(config))
+    assert not list(refusals.refusals_of_settings(config))
     config.parallel_config.distributed_executor_backend = "ray"
-    assert list(compat.refusals_of_settings(config)) == [
+    assert list(refusals.refusals_of_settings(config)) == [
         "it has pipeline ranks and --distributed-executor-backend ray; only mp is served with them"
     ]
 
@@ -205,10 +205,10 @@ def test_pipeline_ranks_of_which_vllm_returns_only_the_last_ones_outputs_are_ref
 def test_pipeline_ranks_that_speculate_are_refused(folders: dict[str, Path]) -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     config = engine_config(folders["llama"], speculative_config=ngram)
-    assert not list(compat.refusals_of_settings(config))
+    assert not list(refusals.refusals_of_settings(config))
     config = engine_config(folders["llama"], **sizes(2, 1))
     config.speculative_config = engine_config(folders["llama"], speculative_config=ngram).speculative_config
-    assert list(compat.refusals_of_settings(config)) == [
+    assert list(refusals.refusals_of_settings(config)) == [
         "it has pipeline ranks and speculative decoding; leave out --speculative-config"
     ]
 
@@ -216,7 +216,7 @@ def test_pipeline_ranks_that_speculate_are_refused(folders: dict[str, Path]) -> 
 def test_two_context_parallel_ranks_are_refused_whatever_others_there_are(folders: dict[str, Path]) -> None:
     config = engine_config(folders["llama"], **sizes(2, 2))
     config.parallel_config.decode_context_parallel_size = 2
-    assert list(compat.refusals_of_settings(config)) == ["decode_context_parallel_size is 2; only 1 is served"]
+    assert list(refusals.refusals_of_settings(config)) == ["decode_context_parallel_size is 2; only 1 is served"]
 
 
 # ------------------------------------------------------------------------------------------------------- engines

@@ -35,7 +35,7 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -52,6 +52,7 @@ from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.transport.base import Deadline
 from tests.client.build import BOUND_S, ended
 from tests.vllm.build import kv_caches, kv_of_stages, request_of
+from tests.vllm.toy_state import Columns, StateColumns, state_of
 
 WORDS = 250
 NONSENSE = 251
@@ -129,8 +130,9 @@ class Rank:
         self.tables: dict[str, list[list[int]]] = {}
         self._kv = kv
         layout = compat.layout(self.config, deepcopy(kv))
-        heads = next(range(part.head_start, part.head_stop) for part in layout.parts if part is not None)
-        self._heads = heads
+        self._parts = [range(part.head_start, part.head_stop) if part else range(0) for part in layout.parts]
+        self._state_columns = StateColumns(layout.block_tokens)
+        self._columns: dict[str, Columns] = {}
         self._block = layout.block_tokens
         layers = [
             (extract_layer_index(name), name, at)
@@ -185,7 +187,9 @@ class Rank:
 
     def _forward(self, output: SchedulerOutput, texts: dict[str, Text]) -> dict[str, int]:
         """A forward pass. Returns what is said, by request: to be looked at after `await_step`."""
-        return self.compute(spans_of(output, texts), texts, self.connector.wait_for_layer_load)
+        spans = spans_of(output, texts)
+        self._columns = self._state_columns.step(output, spans)
+        return self.compute(spans, texts, self.connector.wait_for_layer_load)
 
     def await_step(self) -> None:
         """Waits until the oldest step that is out has been computed."""
@@ -194,12 +198,16 @@ class Rank:
         self, spans: dict[str, tuple[int, int, int]], texts: dict[str, Text], wait: Callable[[str], object]
     ) -> dict[str, int]:
         wrong: set[str] = set()
+        self._copy_states(spans)
         for layer, name, group in self._layers:
             wait(name)
+            if self.state_bytes(group):
+                wrong |= self._recur(spans, texts, (layer, name, group), wrong)
+                continue
             for request, (start, stop, _) in spans.items():  # all write before any attends, as in a batch
                 values = texts[request].values(start, stop)
                 cache, blocks, offsets = self._cells(name, group, request, start, stop)
-                cache[blocks, :, offsets] = rows(values + (request in wrong), layer, self._heads, cache.shape[3])
+                cache[blocks, :, offsets] = rows(values + (request in wrong), layer, self._parts[group], cache.shape[3])
             for request, (_, stop, _) in spans.items():
                 if not self.reads_right(request, texts[request], layer, name, group, stop):
                     wrong.add(request)
@@ -214,8 +222,50 @@ class Rank:
         first = self._first_read(group, stop)
         cache, blocks, offsets = self._cells(name, group, request, first, stop)
         return torch.equal(
-            cache[blocks, :, offsets], rows(text.values(first, stop), layer, self._heads, cache.shape[3])
+            cache[blocks, :, offsets], rows(text.values(first, stop), layer, self._parts[group], cache.shape[3])
         )
+
+    def state_bytes(self, group: int) -> int:
+        """The bytes of a layer's recurrent state; 0 for a group that keeps KV."""
+        spec = self._kv.kv_cache_groups[group].kv_cache_spec
+        return spec.state_content_size_bytes if isinstance(spec, MambaSpec) else 0
+
+    def _copy_states(self, spans: dict[str, tuple[int, int, int]]) -> None:
+        """As vLLM's preprocess_mamba."""
+        for _, name, group in self._layers:
+            for request in spans if self.state_bytes(group) else ():
+                columns, table = self._columns[request], self.tables[request][group]
+                if columns.before not in (-1, columns.after):
+                    self.caches[name][table[columns.after]] = self.caches[name][table[columns.before]]
+
+    def _recur(
+        self,
+        spans: dict[str, tuple[int, int, int]],
+        texts: dict[str, Text],
+        of_layer: tuple[int, str, int],
+        wrong: set[str],
+    ) -> set[str]:
+        """Computes the states of a layer. Returns the requests whose state before the step was another."""
+        (layer, name, group), found = of_layer, set[str]()
+        for request, (start, stop, _) in spans.items():
+            block = self.tables[request][group][self._columns[request].after]
+            state = state_of(self.caches[name], block, self.state_bytes(group))
+            heads, width = self._parts[group], len(state)
+            text = texts[request]
+            if start and not torch.equal(state, rows(text.values(start - 1, start), layer, heads, width).flatten()):
+                found.add(request)
+            spoilt = request in wrong or request in found
+            state[:] = rows(text.values(stop - 1, stop) + spoilt, layer, heads, width).flatten()
+        return found
+
+    def blocks_of(self, group: int, request: str, start: int, stop: int) -> tuple[list[int], list[int]]:
+        """The blocks that a step reads, and those that it writes."""
+        table = self.tables[request][group]
+        if self.state_bytes(group):
+            columns = self._columns[request]
+            return [table[at] for at in (columns.before, columns.after) if at >= 0], [table[columns.after]]
+        last = -(-stop // self._block)
+        return table[self._first_read(group, stop) // self._block : last], table[start // self._block : last]
 
     def _first_read(self, group: int, stop: int) -> int:
         """The first position that a query at `stop - 1` sees."""

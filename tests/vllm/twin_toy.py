@@ -158,17 +158,16 @@ class TwinRank(Rank):
         if not self._second or not self._zeroes:
             self._spoil(output)
         spans, said = spans_of(output, texts), dict[str, int]()
+        self._columns = self._state_columns.step(output, spans)
         late = copy(self)
         late.tables = deepcopy(self.tables)
         reads, writes = list[Range](), list[Range]()
         for _, name, group in self._layers:
             self.connector.wait_for_layer_load(name)
             for request, (start, stop, _) in spans.items():
-                table = self.tables[request][group]
-                reads += self._ranges(
-                    name, table[self._first_read(group, stop) // self._block : -(-stop // self._block)]
-                )
-                writes += self._ranges(name, table[start // self._block : -(-stop // self._block)])
+                read, written = self.blocks_of(group, request, start, stop)
+                reads += self._ranges(name, read)
+                writes += self._ranges(name, written)
 
         def do(memory: memoryview) -> None:
             late.caches = self._over(memory)

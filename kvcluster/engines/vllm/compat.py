@@ -1,9 +1,8 @@
 """All use of vLLM's internals, for the releases in the compatibility table of docs/vllm.md.
 
 Every function here reads vLLM's objects and returns values of our own; no other module of the connector reads those
-objects (kv_plan.py and examine.py do, before an engine starts), so a change in a release changes only this module.
-The supported engines are an allow list: a kind of layer, of KV or of parallelism that a later release adds is refused
-by name until it has been reviewed. `Any` lives here.
+objects (kv_plan.py, refusals.py and examine.py do, when or before an engine starts), so a change in a release changes
+only this module. `Any` lives here.
 """
 
 from __future__ import annotations
@@ -21,25 +20,24 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
-    SparseCacheRole,
 )
 
 import kvcluster
 import kvcluster.engines.vllm.kv_plan as kv_plan
-from kvcluster.core.groups import PREFIX, Group, Part, Reuse, chunk, window
-from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, fp8_dtype, kv_format, latent_backends
+import kvcluster.engines.vllm.refusals as refusals
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Reuse, chunk, window
+from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, kv_format, latent_backends
+from kvcluster.engines.vllm.state_format import (
+    keeps_state,
+    state_format,
+    state_plane,
+    state_views,
+)
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0
 """The number in a block table for a block that the engine no longer keeps, or never had."""
-
-_SERVED = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MLAAttentionSpec)
-"""Exactly these kinds: a subclass keeps something else."""
-
-_CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
 
 _IRRELEVANT = """
     architectures bos_token_id dtype eos_token_id id2label label2id output_attentions output_hidden_states pad_token_id
@@ -52,8 +50,8 @@ class Layout:
     """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds, None if
     it computes none of the group's layers, and the byte order of its blocks (`formats`). `layers` are the engine's
     names of the layers of these parts, in the order of `groups[i].layers`; `largest` are the parts of the rank that
-    moves the most bytes, for which the others wait. `dims` are the dimensions of K and of V of one head, or that of the
-    latent (MLA) and 0.
+    moves the most bytes, for which the others wait. `dims` are the dimensions of K and of V of one head, that of the
+    latent (MLA) and 0, or the bytes of a state and 0.
     `kernels` names what computes KV on a GPU, as (name, value), since the bits depend on it; it is empty on a CPU,
     whose kernels stand in `formats`. `zeroes_blocks`: the engine writes new blocks before it passes the step to its
     workers' connectors."""
@@ -69,6 +67,16 @@ class Layout:
     zeroes_blocks: bool = False
 
     @property
+    def kv_groups(self) -> tuple[int, ...]:
+        """The groups that keep KV of tokens."""
+        return tuple(number for number, group in enumerate(self.groups) if group.reuse != LAST)
+
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The groups that keep recurrent state."""
+        return tuple(number for number, group in enumerate(self.groups) if group.reuse == LAST)
+
+    @property
     def may_fail_in_part(self) -> bool:
         """Whether the engine can continue from a load of which only the first blocks arrived. With several block tables
         it cannot: it rolls back the whole request, and only if the load is not within a forward pass."""
@@ -78,12 +86,20 @@ class Layout:
 def layout(config: Any, kv: Any) -> Layout:
     """Returns the layout for a VllmConfig and a KVCacheConfig. Raises CallerError, naming the trait, if the engine is
     not supported."""
-    for trait in refusals(config, kv):
+    for trait in refusals.refusals(config, kv):
         raise CallerError(f"kvcluster does not serve this engine: {trait}")
     groups, dims, formats, heads = [], [], [], []
     for of_engine, layers in zip(kv.kv_cache_groups, kv_plan.group_layers(config, kv), strict=True):
         spec = of_engine.kv_cache_spec
-        total = _total_heads(config, spec)
+        if keeps_state(spec):
+            ranks = config.parallel_config.tensor_parallel_size
+            of_state = state_format(config, spec)
+            groups.append(Group(layers, (state_plane(spec, of_state, ranks),), LAST))
+            dims.append((spec.state_content_size_bytes, 0))
+            formats.append(of_state)
+            heads.append(kv_plan.rank_heads(config, 1, of=ranks))
+            continue
+        total = kv_plan.total_heads(config, spec)
         v_dim = spec.head_size_v if spec.head_size_v is not None else spec.head_size
         dtype = str(spec.dtype).removeprefix("torch.")
         of_kernel, of_head = kv_format(config, spec), (spec.head_size, v_dim)
@@ -118,17 +134,14 @@ def _reuse(spec: Any) -> Reuse:
     return PREFIX
 
 
-def _total_heads(config: Any, spec: Any) -> int:
-    """Returns the KV heads of the whole model: one latent stands for all of them."""
-    return 1 if isinstance(spec, MLAAttentionSpec) else int(config.model_config.get_total_num_kv_heads())
-
-
 def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int]]) -> tuple[tuple[str, str], ...]:
     """Asks vLLM, and NVIDIA's management library, but neither torch nor CUDA. vLLM keeps its current config for the
     process, so this is for the thread that starts the engine."""
     names: list[str] = []
     prefills: list[str] = []
     for group, (k_dim, v_dim) in zip(groups, dims, strict=True):
+        if group.reuse == LAST:  # whose packing names its kernels
+            continue
         if not v_dim:
             backend, prefill = latent_backends(config, k_dim)
             prefills.append(prefill.get_name())
@@ -141,105 +154,21 @@ def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int
     return (*attention, ("prefill", ", ".join(dict.fromkeys(prefills)))) if prefills else attention
 
 
-def refusals(config: Any, kv: Any) -> Iterator[str]:
-    """Yields what kvcluster does not serve of an engine, each with what to do if anything can be done."""
-    yield from refusals_of_settings(config)
-    yield from _refusals_of_groups(config, kv)
-
-
-def refusals_of_settings(config: Any) -> Iterator[str]:
-    """Yields the refusals that a VllmConfig alone determines, before its KV is planned."""
-    parallel, cache = config.parallel_config, config.cache_config
-    if parallel.pipeline_parallel_size > 1:
-        yield from _refusals_of_pipelines(config)
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            yield f"{name} is {getattr(parallel, name)}; only 1 is served"
-    if cache.enable_prefix_caching and cache.prefix_caching_hash_algo not in _CRYPTOGRAPHIC:
-        yield (
-            f"prefix_caching_hash_algo is {cache.prefix_caching_hash_algo}, which is not cryptographic: a collision in "
-            f"this engine would spread to all others; use --prefix-caching-hash-algo {_CRYPTOGRAPHIC[0]}"
-        )
-    if getattr(config.model_config.hf_text_config, "index_topk", None):
-        yield "its attention is sparse, and the indexer that chooses its tokens has a cache beside the KV"
-
-
-def _refusals_of_pipelines(config: Any) -> Iterator[str]:
-    """Yields what is not served of pipeline ranks. An executor of vLLM's over Ray returns the outputs of the last of
-    them alone, so that a load would never be complete. With speculative decoding only the last of them calls
-    `wait_for_save`, and the others would store nothing."""
-    backend = config.parallel_config.distributed_executor_backend
-    if backend != "mp":
-        yield f"it has pipeline ranks and --distributed-executor-backend {backend}; only mp is served with them"
-    if config.speculative_config is not None:
-        yield "it has pipeline ranks and speculative decoding; leave out --speculative-config"
-    yield from kv_plan.refusals_of_stages(config)
-
-
-def _refusals_of_groups(config: Any, kv: Any) -> Iterator[str]:
-    if not kv.kv_cache_groups:
-        yield "it keeps no KV"
-    yield from kv_plan.refusals_of_rank(config, kv)
-    sizes = {group.kv_cache_spec.block_size for group in kv.kv_cache_groups}
-    if len(sizes) > 1:
-        yield f"its groups of layers have blocks of {', '.join(map(str, sorted(sizes)))} tokens; all must have as many"
-    for number, group in enumerate(kv.kv_cache_groups):
-        spec = group.kv_cache_spec
-        if type(spec) not in _SERVED:
-            kinds = ", ".join(kind.__name__ for kind in _SERVED)
-            yield f"group {number} keeps {type(spec).__name__}; served are {kinds}"
-            continue
-        if isinstance(spec, MLAAttentionSpec):
-            yield from _refusals_of_latents(spec, number)
-        if group.is_eagle_group or not getattr(group, "enable_kv_transfer", True):
-            yield f"group {number} belongs to a draft model; speculate with --speculative-config of method ngram"
-        if any(sum(map(str.isdecimal, name.split("."))) != 1 for name in group.layer_names):
-            yield f"group {number} has several caches in one layer of the model, such as {group.layer_names[0]}"
-        if fp8_dtype(config, spec) is None:
-            yield (
-                f"group {number} keeps KV as {config.cache_config.cache_dtype} ({spec.kv_quant_mode.name}); served are "
-                "--kv-cache-dtype auto, fp8_e4m3 and fp8_e5m2"
-            )
-        if getattr(spec, "non_causal", False):
-            yield f"group {number} attends to what follows, so that KV depends on more than its prefix"
-        if getattr(spec, "tokens_per_state", 1) != 1:
-            yield f"group {number} keeps {spec.tokens_per_state} tokens a state"
-        heads, tp = _total_heads(config, spec), config.parallel_config.tensor_parallel_size
-        if spec.num_kv_heads * min(tp, heads) != heads and not (tp > heads and spec.num_kv_heads == 1):
-            yield f"group {number} has {spec.num_kv_heads} heads a rank, where the model has {heads} for {tp} ranks"
-
-
-def _refusals_of_latents(spec: Any, number: int) -> Iterator[str]:
-    """Yields what is not served of a group that keeps latents (MLA)."""
-    if spec.state_content_bytes is not None:
-        yield (
-            f"group {number} packs a token's latent as {spec.cache_dtype_str}, {spec.state_content_bytes} bytes that "
-            "only its kernel can read; leave --kv-cache-dtype at auto"
-        )
-    if spec.cache_role != SparseCacheRole.SPARSE:
-        yield f"group {number} is the cache of an indexer, by which sparse attention chooses tokens"
-    if spec.is_index_group_leader:
-        yield f"group {number} is read by sparse attention, whose indexer has a cache beside the latents"
-    if spec.model_version is not None:
-        yield f"group {number} keeps the compressed latents of {spec.model_version}"
-    if spec.non_causal_multi_token_decode:
-        yield f"group {number} decodes several tokens at once, which see one another"
-    if spec.head_size_v or spec.num_head_slots not in (None, 1):
-        yield f"group {number} keeps {spec.num_heads} latents of a token, or values beside them"
-
-
 def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) -> list[Any]:
     """Returns the KV of group `number` in the form of `Paged.layers`, from the engine's tensors `[blocks, heads,
     tokens, dim of K + dim of V]`, one per layer; of latents, `[blocks, 1, tokens, dim]`. Raises CallerError for tensors
     of another shape or with unknown strides."""
     k_dim, v_dim = layout.dims[number]
-    out: list[Any] = []
+    group, out = layout.groups[number], list[Any]()
     for name in layout.layers[number]:
         cache = kv_caches[name]
+        if group.reuse == LAST:
+            out.append(state_views(name, cache, group.planes[0]))
+            continue
         if cache.ndim != 4 or cache.shape[0] == 0 or cache.shape[2:] != (layout.block_tokens, k_dim + v_dim):
             raise _unknown(name, cache, layout, number)
         try:
-            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=layout.groups[number].heads))
+            out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=group.heads))
         except CallerError:
             raise _unknown(name, cache, layout, number) from None
     return out
@@ -428,6 +357,13 @@ def copied_into(output: Any) -> tuple[int, ...]:
     return tuple(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
 
 
+def boundary_states(output: Any) -> dict[str, list[tuple[int, int, int]]]:
+    """Returns by request the states that a step has, once it has run, in blocks of their own, each as (group, block,
+    tokens before the boundary). The engine keeps the block as it is until it lists it as written anew."""
+    state = getattr(output, "kv_connector_block_state", None)
+    return {} if state is None else state.boundary_state_offloads
+
+
 def scheduled_tokens(output: Any) -> int:
     """Returns how many tokens a step computes, of all its requests."""
     return int(output.total_num_scheduled_tokens)
@@ -509,5 +445,7 @@ def ranks(config: Any) -> int:
 
 
 def _named(group: Group) -> str:
+    if group.reuse == LAST:
+        return f"{len(group.layers)} layers of recurrent state"
     keeps = {"window": "with a window", "chunk": "in chunks"}.get(group.reuse.kind)
     return f"{len(group.layers)} layers" + (f" {keeps} of {group.reuse.tokens}" if keeps else "")

@@ -23,6 +23,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import kvcluster
 import kvcluster.engines.vllm.compat as compat
+import kvcluster.engines.vllm.refusals as refusals
 import kvcluster.engines.vllm.settings as settings
 import kvcluster.engines.vllm.weights as weights
 from kvcluster.engines.texts import error_text
@@ -73,12 +74,12 @@ def examine(
     layout = None
     try:
         kv = planned_kv(config)
-        found["refused"] += list(compat.refusals(config, kv))
+        found["refused"] += list(refusals.refusals(config, kv))
         if not found["refused"]:
             layout = compat.layout(config, kv)
             found["layout"] = _layout(config, layout, chosen)
     except ConfigError as error:
-        found["refused"] += list(compat.refusals_of_settings(config))
+        found["refused"] += list(refusals.refusals_of_settings(config))
         if not found["refused"]:
             found["unknown"].append(f"its KV, which only its layers will tell: {error}")
     except Exception as error:  # of vLLM's planning

@@ -165,6 +165,11 @@ def refusals_of_rank(config: Any, kv: Any) -> Iterator[str]:
             yield f"it has pipeline ranks, and {error}; {_NO_STAGES}"
 
 
+def total_heads(config: Any, spec: Any) -> int:
+    """Returns the KV heads of the whole model: one latent stands for all of them."""
+    return 1 if isinstance(spec, MLAAttentionSpec) else int(config.model_config.get_total_num_kv_heads())
+
+
 def rank_heads(config: Any, heads: int, *, of: int) -> range:
     """Returns the heads of a group that this tensor rank holds: `heads` of all. With more ranks than heads,
     neighbouring ranks hold the same head."""

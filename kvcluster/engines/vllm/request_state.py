@@ -7,7 +7,7 @@ them is wrong if they do not arrive. So it also keeps the block tables of reques
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,9 @@ from kvcluster.transfers.long_chains import Prompt
 class RequestState:
     """`chain` are hashes of the request's leading blocks; the first `sent` of them have been sent to the workers.
     `table` holds the engine's block numbers, one list per group, as the engine reported them; an entry that a
-    sliding window has left behind may belong to another request by now. Blocks before `stored` are in the cluster or
-    being stored. `orders` are stores whose source is still read. A request that is `private` stores nothing more.
+    sliding window has left behind may belong to another request by now. The KV of blocks before `stored` is in the
+    cluster or being stored, and so is the recurrent state behind block `states_stored`, if that is not 0. `orders` are
+    stores whose source is still read. A request that is `private` stores nothing more.
     `reader` is a client of the tenant that the engine also reads, None if there is none. `engine` are random bytes
     of this engine, which are in the hashes of blocks that no other engine may share."""
 
@@ -41,6 +42,7 @@ class RequestState:
     sent: int = 0
     table: list[list[int]] = field(default_factory=list)
     stored: int = 0
+    states_stored: int = 0
     loss: Loss = Loss.EXACT
     private: bool = False
     orders: set[int] = field(default_factory=set)
@@ -101,6 +103,8 @@ class RequestState:
             return
         if one.replaces:
             self.table = [list(of_group) for of_group in one.new_blocks]
+            # Of an own hit that ended behind the last recurrent state the engine takes back what is behind that.
+            self.local_tokens = min(self.local_tokens, one.computed)
         elif self.table:
             for mine, new in zip(self.table, one.new_blocks, strict=True):
                 mine += new
@@ -124,7 +128,7 @@ class RequestState:
         self.orders.clear()
         self.loading = None
         self.look_again_ns = self.wait_until_ns = 0
-        self.stored = 0  # stores that lost their source were cancelled
+        self.stored = self.states_stored = 0  # stores that lost their source were cancelled
         self.load_failed = self.private
 
     def loaded(self, arrived: int, nbytes: int, loss: Loss) -> None:
@@ -141,13 +145,14 @@ class RequestState:
         """Whether any of these blocks is in the table."""
         return any(not blocks.isdisjoint(of_group) for of_group in self.table)
 
-    def storable(self, first: int, full: int) -> range:
-        """Returns the blocks to store among those from `first` to `full`, without blocks that a sliding window has left
-        behind or that the engine never had."""
-        while first < full and any(of_group[first] == compat.NULL_BLOCK for of_group in self.table):
+    def storable(self, first: int, full: int, groups: Sequence[int]) -> range:
+        """Returns the blocks to store of these groups among those from `first` to `full`, without blocks that a sliding
+        window has left behind or that the engine never had."""
+        tables = [self.table[group] for group in groups]
+        while first < full and any(of_group[first] == compat.NULL_BLOCK for of_group in tables):
             first += 1
         stop = first
-        while stop < full and all(of_group[stop] != compat.NULL_BLOCK for of_group in self.table):
+        while stop < full and all(of_group[stop] != compat.NULL_BLOCK for of_group in tables):
             stop += 1
         return range(first, stop)
 
@@ -158,9 +163,12 @@ class RequestState:
             return ()
         return tuple(self.of_engine.all_token_ids[which.start * self.block_tokens : which.stop * self.block_tokens])
 
-    def blocks(self, which: range) -> BlockIds:
-        """Returns the engine's own numbers of these blocks."""
-        return tuple(tuple(of_group[which.start : which.stop]) for of_group in self.table)
+    def blocks(self, which: range, groups: Sequence[int]) -> BlockIds:
+        """Returns the engine's own numbers of these blocks, of these groups."""
+        return tuple(
+            tuple(of_group[which.start : which.stop]) if group in groups else ()
+            for group, of_group in enumerate(self.table)
+        )
 
     def report(self) -> dict[str, Any]:
         """Returns the counts that the request's answer may contain."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +184,7 @@ class SchedulerSide:
         )
         request.table = [list(of_group) for of_group in table]
         request.stored = max(request.stored, answer.own_blocks)
+        request.states_stored = max(request.states_stored, answer.own_blocks)
         request.loss = max(request.loss, ticket.loss)
         self._new_loads.append(request.loading)
         self._in_flight.add(request.loading, tuple(request.chain[first : ticket.blocks]))
@@ -208,7 +209,7 @@ class SchedulerSide:
         loaded_into = [block for load in loads for of_group in load.into for block in of_group]
         written = [*loaded_into, *self._computed_into(scheduled), *compat.copied_into(output)]
         client = self._registration.client
-        chains, stores, handed_over = self._store_orders(scheduled, client)
+        chains, stores, handed_over = self._store_orders(scheduled, client, compat.boundary_states(output))
         ended, self._ended = tuple(self._ended), []
         held, self._held = tuple(self._held), []
         return Step(
@@ -233,7 +234,10 @@ class SchedulerSide:
         return blocks
 
     def _store_orders(
-        self, scheduled: Sequence[compat.Scheduled], client: Client | None
+        self,
+        scheduled: Sequence[compat.Scheduled],
+        client: Client | None,
+        states: Mapping[str, Sequence[tuple[int, int, int]]],
     ) -> tuple[list[tuple[str, int, tuple[BlockHash, ...]]], list[StoreOrder], list[str]]:
         """Returns what a step stores: additions to hash chains, the store orders, and the requests that another server
         continues after this step."""
@@ -250,11 +254,14 @@ class SchedulerSide:
                 request.private = True
             if not may_store or request.private or request.client is not client:
                 continue
-            store = self._planner.plan(request, one)
-            if store is not None:
+            planned = (
+                self._planner.plan(request, one),
+                self._planner.plan_state(request, one, states.get(one.request, ())),
+            )
+            if any(planned):
                 chains.append((one.request, request.sent, tuple(request.chain[request.sent :])))
                 request.sent = len(request.chain)
-                stores.append(store)
+                stores += filter(None, planned)
             if request.hands_over(one):
                 handed_over.append(one.request)
         return chains, stores, handed_over
@@ -298,6 +305,7 @@ class SchedulerSide:
             request.load_failed = True
             request.miss = load.miss
             request.stored = min(request.stored, arrived)
+            request.states_stored = min(request.states_stored, arrived)
 
     def _distrust(self, failed: LoadOrder, blocks: set[int]) -> None:
         """Handles blocks that a layerwise load did not fill: the request that failed to load them computes them. Other
@@ -342,7 +350,8 @@ class SchedulerSide:
         report = {"kvcluster": request.report() | of_hints} if self._settings.report else None
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
             return report
-        blocks = min(request.stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)
+        stored = request.states_stored if self._layout.state_groups else request.stored
+        blocks = min(stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)
         blocks = 0 if request.private else min(blocks, len(request.chain), request.shared_blocks)
         promise = handover.promise(request.chain, blocks)
         if report is not None:

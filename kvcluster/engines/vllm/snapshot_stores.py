@@ -67,6 +67,11 @@ class _Waiting:
     def left(self) -> bool:
         return self.next < self.stop
 
+    @property
+    def groups(self) -> list[bool]:
+        """Of which groups it stores blocks."""
+        return [bool(of_group) for of_group in self.order.source]
+
 
 class _Piece(NamedTuple):
     """Blocks `first` to `stop` of an order, from block `at` of a snapshot on."""
@@ -90,7 +95,7 @@ class _Piece(NamedTuple):
     def tokens(self) -> Sequence[int]:
         """The tokens of these blocks, if the cluster wants them."""
         order = self.of.order
-        step = len(order.tokens) // len(order.source[0])
+        step = len(order.tokens) // order.blocks
         return order.tokens[self.first * step : self.stop * step]
 
     def continues(self, before: _Piece) -> bool:
@@ -101,6 +106,7 @@ class _Piece(NamedTuple):
             and mine.hashes[at - 1] == other.hashes[at - 1]
             and (mine.order.adapter, mine.order.loss) == (other.order.adapter, other.order.loss)
             and mine.client is other.client
+            and mine.groups == other.groups
         )
 
 
@@ -162,7 +168,7 @@ class SnapshotStores:
         with self._lock:
             for one in self._waiting:
                 rest = range(one.next, one.stop)
-                lost = next((at for at in rest if any(of[at] in blocks for of in one.order.source)), None)
+                lost = next((at for at in rest if any(of[at] in blocks for of in one.order.source if of)), None)
                 if lost is not None:
                     self._drop(one, lost)
             # Where nothing may be taken beside: a step that computes nothing does not come to `begun`.
@@ -183,7 +189,7 @@ class SnapshotStores:
             elif self._thread is None and not self._start():
                 self._report.refused(order, self._refused)
             else:
-                self._waiting.append(_Waiting(order, hashes, client, len(order.source[0])))
+                self._waiting.append(_Waiting(order, hashes, client, order.blocks))
 
     def begun(self) -> None:
         """As Stores: enqueues what there is room for, and sets from when on the rest may be taken beside the engine's
@@ -271,13 +277,14 @@ class SnapshotStores:
         """Enqueues one snapshot of these. Returns False if nothing of them waits or no slot is free."""
         pieces: list[_Piece] = []
         blocks: list[list[int]] = [[] for _ in self._snapshots.starts]
+        room = self._snapshots.most
         for one in waiting:
-            room = self._snapshots.most - len(blocks[0])
-            if not room:
+            if not room or (pieces and one.groups != pieces[0].of.groups):
                 break
             first, stop = one.next, min(one.stop, one.next + room)
             if first < stop:
-                pieces.append(_Piece(one, first, stop, len(blocks[0])))
+                pieces.append(_Piece(one, first, stop, self._snapshots.most - room))
+                room -= stop - first
                 for mine, group in zip(blocks, self._groups, strict=True):
                     mine += one.order.source[group][first:stop]
         snapshot = take(blocks) if pieces else None
@@ -418,9 +425,9 @@ class SnapshotStores:
         snapshots, first, last = [one for one, _ in pieces], pieces[0][1], pieces[-1][1]
         source: list[Buffers | None] = [None] * len(first.of.order.source)
         for at, group in enumerate(self._groups):
-            source[group] = Buffers(
-                [page for one, piece in pieces for page in one.snapshot.pages(at, piece.at, piece.end)]
-            )
+            if first.of.groups[group]:
+                pages = [page for one, piece in pieces for page in one.snapshot.pages(at, piece.at, piece.end)]
+                source[group] = Buffers(pages)
         tokens = tuple(chain.from_iterable(piece.tokens for _, piece in pieces))
         order = replace(first.of.order, first=first.block, tokens=tokens)
         hashes = last.of.hashes[: last.block + last.stop - last.first]

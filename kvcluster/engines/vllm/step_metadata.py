@@ -15,7 +15,8 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
 
 BlockIds = tuple[tuple[int, ...], ...]
-"""For each group the engine's own block numbers, one for each block of the range that they belong to."""
+"""For each group the engine's own block numbers, one for each block of the range that they belong to; of a store, none
+for groups of which nothing is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class StoreOrder:
-    """After this step's forward pass, store blocks `first` to `first + len(source[0])` of a request's chain.
+    """After this step's forward pass, store `blocks` blocks of a request's chain from number `first` on.
 
     `number` is unique among the orders of its scheduler. `tokens` are the token ids of these blocks if the cluster
     wants them for KV events, otherwise ().
@@ -51,6 +52,10 @@ class StoreOrder:
     source: BlockIds
     loss: Loss
     tokens: tuple[int, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        return max(map(len, self.source))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,21 +5,25 @@ has at least the loss of the blocks that it was computed over. The engine's own 
 the worst loss of the blocks that were loaded with one is kept by block hash, for the most recently used blocks: a
 multiple of the engine's number of blocks. A store is *drained* on a rank that no longer reads the engine's own blocks
 for it.
+
+The recurrent state at a boundary is stored by an order of its own. The engine names the block that has it after the
+step, and leaves that block as it is until a later step lists it as given to a new owner. A state that the engine's own
+cache provided is stored again, since the cluster may have evicted it.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import kvcluster.engines.vllm.compat as compat
 from kvcluster.core import limits
-from kvcluster.core.groups import PREFIX
+from kvcluster.core.groups import LAST, PREFIX
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
 from kvcluster.engines.texts import miss_of
 from kvcluster.engines.vllm.request_state import LoadsInFlight, RequestState
-from kvcluster.engines.vllm.step_metadata import StoreOrder
+from kvcluster.engines.vllm.step_metadata import BlockIds, StoreOrder
 from kvcluster.errors import KVClusterError
 
 
@@ -59,13 +63,16 @@ class StorePlanner:
         self._layout = layout
         self._in_flight = in_flight
         self._ranks = ranks
-        self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
+        self._keeps_all = all(group.reuse in (PREFIX, LAST) for group in layout.groups)
+        self._kv, self._states = layout.kv_groups, layout.state_groups
         self._order = 0
         self._undrained: dict[int, tuple[str, int]] = {}  # by store order: its request, and the ranks that still read
         self.lossy = LossyBlocks(4 * engine_blocks)
 
     def plan(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
-        """Returns the order to store a request's new blocks after this step; None if there are none."""
+        """Returns the order to store the KV of a request's new blocks after this step; None if there are none."""
+        if not self._kv:
+            return None
         of_engine, step = request.of_engine, self._layout.block_tokens
         tokens = one.computed + one.tokens
         if self._in_flight.steps:  # this step or an earlier one may run over KV that did not arrive
@@ -73,14 +80,43 @@ class StorePlanner:
             if request.loading is not None or request.has(self._in_flight.in_doubt()):
                 return None
         full = min(tokens, of_engine.num_tokens) // step
-        full = min(full, limits.BLOCKS_PER_PROMPT, *(len(of_group) for of_group in request.table))
+        full = min(full, limits.BLOCKS_PER_PROMPT, *(len(request.table[group]) for group in self._kv))
         first = request.stored
         if not self._keeps_all:  # blocks that a window has left behind may belong to another request by now
             first = max(first, compat.validated_tokens(of_engine) // step)
-        new = request.storable(first, full)
+        new = request.storable(first, full, self._kv)
         request.stored = max(request.stored, new.stop)
+        return self._order_for(request, new, request.blocks(new, self._kv))
+
+    def plan_state(
+        self, request: RequestState, one: compat.Scheduled, states: Sequence[tuple[int, int, int]]
+    ) -> StoreOrder | None:
+        """Returns the order to store the recurrent state of the last boundary that this step reaches, or that the
+        request begins at; None if there is none. `states` are those that the engine has after this step
+        (compat.boundary_states)."""
+        if not self._states or self._in_flight.steps or request.loading is not None:
+            return None
+        step = self._layout.block_tokens
+        reached = [tokens for _, _, tokens in states if one.computed < tokens <= one.computed + one.tokens]
+        boundary = max(reached, default=one.computed if one.replaces else 0)
+        blocks = boundary // step
+        if boundary % step or not request.states_stored < blocks <= limits.BLOCKS_PER_PROMPT:
+            return None
+        if reached:
+            at = {group: block for group, block, tokens in states if tokens == boundary}
+        else:
+            at = {group: request.table[group][blocks - 1] for group in self._states}
+        if any(at.get(group, compat.NULL_BLOCK) == compat.NULL_BLOCK for group in self._states):
+            return None
+        request.states_stored = blocks
+        source = tuple((at[group],) if group in self._states else () for group in range(len(self._layout.groups)))
+        return self._order_for(request, range(blocks - 1, blocks), source)
+
+    def _order_for(self, request: RequestState, new: range, source: BlockIds) -> StoreOrder | None:
+        """Returns a new order for these blocks of a request's chain; None for no blocks."""
         if not new:
             return None
+        of_engine = request.of_engine
         try:  # if the namespace is not known at once, nothing is stored
             request.grow(new.stop)
         except KVClusterError as error:
@@ -94,7 +130,7 @@ class StorePlanner:
             request=of_engine.request_id,
             adapter=request.adapter,
             first=new.start,
-            source=request.blocks(new),
+            source=source,
             loss=self._loss(request, new.start),
             tokens=request.tokens(new),
         )

@@ -292,9 +292,9 @@ class WorkerSide:
         elif client is None:
             self._report.refused(order, "a worker has no cluster")
         else:
-            hashes = self._chains[order.request][: order.first + len(order.source[0])]
+            hashes = self._chains[order.request][: order.first + order.blocks]
             self._stores.begin(order, hashes, client)
 
     def _memory(self, blocks: BlockIds) -> list[Paged | None]:
         each = zip(self._layers, blocks, strict=True)
-        return [None if layers is None else Paged(layers, of_group) for layers, of_group in each]
+        return [Paged(layers, of_group) if layers is not None and of_group else None for layers, of_group in each]

@@ -1,10 +1,11 @@
 """One engine in a process of its own: `python -m tests.vllm.e2e.engine JOB`, where JOB is a file that says what to run.
 
 A job is JSON: `model`, `connector` (its extra config, or null for none), `llm` (more arguments of vllm.LLM), `rounds`,
-and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not, `sampling`, perhaps a `mutant`
-(mutants.py; with `at_rank` in that worker's process, until it ends), an `adapter` or a `cache_salt`. Before it,
-weights may change (`nudge`), the engine be `reset`, and its weights be given a `version` as a training loop does, or a
-`weights` name by the operator's command. With `capture` the KV of its prompts is kept as well (capture.py).
+and `out`, where the answers go. A round has `prompts` (token ids), `serial` or not (then perhaps `fresh`: the engine's
+own cache has nothing of any prompt), `sampling`, perhaps a `mutant` (mutants.py; with `at_rank` in that worker's
+process, until it ends), an `adapter` or a `cache_salt`. Before it, weights may change (`nudge`), the engine be `reset`,
+and its weights be given a `version` as a training loop does, or a `weights` name by the operator's command. With
+`capture` the KV of its prompts is kept as well (capture.py).
 """
 
 from __future__ import annotations
@@ -47,11 +48,18 @@ OF_MODEL: dict[str, dict[str, Any]] = {
     "e5m2": {"kv_cache_dtype": "fp8_e5m2"},
     "chunks": {"disable_hybrid_kv_cache_manager": False},
     "sinks": {"disable_hybrid_kv_cache_manager": False},
+    "conv": {
+        "enable_prefix_caching": True,
+        "prefix_cache_retention_interval": 32,
+        "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    },
+    "gdn": {"enable_prefix_caching": True, "prefix_cache_retention_interval": 64, "dtype": "bfloat16"},
 }
 """Where the engines of a model differ: vLLM's attention for MLA on a CPU has blocks of 16 tokens alone, and the rotary
-kernel of vLLM 0.32 misreads the tensors that MLA gives it, so that torch computes that. The checkpoint of "e4m3" says
-by itself that its KV is in fp8. Without a connector vLLM keeps all blocks of layers that attend in chunks, unless it is
-told otherwise."""
+kernel of vLLM 0.32 misreads the tensors that MLA and LFM2 give it, so that torch computes that. The checkpoint of
+"e4m3" says by itself that its KV is in fp8. vLLM keeps the recurrent state of block boundaries for its own prefix cache
+alone, here of every one at which a step ends; its kernel for GDN on a CPU takes bfloat16. Without a connector it keeps
+all blocks of layers that attend in chunks or slide, unless it is told otherwise."""
 
 ON_SERVE: dict[str, Any] = {
     "max_model_len": 2048,
@@ -61,8 +69,8 @@ ON_SERVE: dict[str, Any] = {
 }
 """Where replicas differ from it: longer prompts, computed whole, and the engine's own cache before the cluster's."""
 
-_FEW_BLOCKS = {"mla": 90, "chunks": 90}
-"""Of smaller blocks eight requests waste less, and four groups of layers need more of them."""
+_FEW_BLOCKS = {"mla": 90, "chunks": 90, "conv": 90}
+"""Of smaller blocks eight requests waste less; further groups of layers and recurrent states take their own."""
 
 JOIN_S = 60.0
 
@@ -131,6 +139,8 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             if one.get("serial"):
                 outputs = []
                 for prompt, of_prompt in zip(prompts, params, strict=True):
+                    if one.get("fresh"):
+                        _forget(llm)
                     outputs += llm.generate([prompt], of_prompt, use_tqdm=False, lora_request=lora)
                     if job.get("capture"):
                         kept.append(capture.take(arguments["block_size"]))
@@ -198,6 +208,17 @@ def _flush(scheduler: Any) -> None:
     client = get_kv_transfer_group()._worker._registration.client
     if client is not None:
         client.flush(deadline_ms=10_000)
+
+
+def _forget(llm: Any) -> None:
+    """Empties the engine's own prefix cache, once no store reads a block of it any more, which a step tells."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    until = time.monotonic() + JOIN_S
+    while not llm.llm_engine.reset_prefix_cache():
+        assert time.monotonic() < until, "blocks stay in use"
+        llm.generate([TokensPrompt(prompt_token_ids=[1])], SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 def _nudge(llm: Any) -> None:

@@ -22,11 +22,15 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 TOKENS = 256
@@ -47,7 +51,8 @@ _SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "e4m3": 4, "e5m2": 4, "chunks": 4, "sinks": 4, "deep": 40, "middling": 12}
+LAYERS = {"llama": 4, "gemma": 6, "mla": 4, "e4m3": 4, "e5m2": 4, "chunks": 4, "sinks": 4, "conv": 6, "gdn": 4}
+LAYERS |= {"deep": 40, "middling": 12}
 """An engine spends its time computing the last two, as do those that people run. "deep" is "llama" with more layers,
 and as exact. "middling" has usual proportions, and products so long that on some processors the order in which they are
 summed up depends on how many tokens are computed at once: an answer's last bits show what was cached of its prompt."""
@@ -64,6 +69,34 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": LAYERS["mla"],
 }
 """A latent of 576 values, the only one that vLLM's attention for MLA on a CPU knows; all layers dense."""
+
+_CONV: dict[str, Any] = {
+    "conv_L_cache": 3,
+    "conv_dim": 256,
+    "conv_bias": False,
+    "block_dim": 256,
+    "block_ff_dim": 512,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", "conv", "full_attention"] * 2,
+}
+_GDN: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "torch_dtype": "bfloat16",
+}
+"""Heads of the only size that vLLM's kernel for GDN on a CPU knows, and as few as make short blocks."""
 
 
 _CHUNKS: dict[str, Any] = {
@@ -101,8 +134,9 @@ def make_all(folder: Path) -> None:
 
 def make(name: str, folder: Path, seed: int) -> None:
     """One model: all have full attention, "gemma" (Gemma 3) also layers that slide, "mla" (DeepSeek V3) of latents,
-    "chunks" (Llama 4) layers that attend in chunks, and "sinks" (gpt-oss) layers that slide, all with sinks. Engines of
-    "e4m3" and "e5m2" keep KV in fp8, the first with scales of its checkpoint."""
+    "chunks" (Llama 4) layers that attend in chunks, "sinks" (gpt-oss) layers that slide, all with sinks, "conv" (LFM2)
+    also short convolutions, and "gdn" (Qwen3-Next) also layers of gated delta rules. Engines of "e4m3" and "e5m2" keep
+    KV in fp8, the first with scales of its checkpoint."""
     torch.manual_seed(seed)
     if name == "mla":
         shape = {key: value for key, value in _SHAPE.items() if key != "head_dim"} | _LATENT
@@ -114,6 +148,11 @@ def make(name: str, folder: Path, seed: int) -> None:
         for layer in made.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)
         made.save_pretrained(folder)
+    elif name == "conv":
+        Lfm2ForCausalLM(Lfm2Config(**_SHAPE, **_CONV, num_hidden_layers=LAYERS[name])).save_pretrained(folder)
+    elif name == "gdn":
+        config = Qwen3NextConfig(**(_SHAPE | _GDN), num_hidden_layers=LAYERS[name])
+        Qwen3NextForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     elif name != "gemma":
         shape = _SHAPE | (_MIDDLING if name == "middling" else {})
         LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=LAYERS[name])).save_pretrained(folder)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvcluster.core.groups import LAST
 from kvcluster.engines.vllm import worker
 from kvcluster.engines.vllm.step_metadata import LoadOrder, StoreOrder
 from tests.vllm.e2e import mutants_names as names
@@ -19,9 +20,13 @@ from tests.vllm.e2e import mutants_names as names
 Harm = Callable[[list[list[torch.Tensor]], list[list[torch.Tensor]], LoadOrder], None]
 
 
-def _planes(views: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+def _planes(views: list[tuple[torch.Tensor, ...] | torch.Tensor]) -> list[torch.Tensor]:
     """The planes of all layers of a group, layer by layer."""
-    return [plane for view in views for plane in view]
+    return [plane for view in views for plane in (view if isinstance(view, tuple) else (view,))]
+
+
+def _per_layer(views: list[tuple[torch.Tensor, ...] | torch.Tensor]) -> int:
+    return len(views[0]) if isinstance(views[0], tuple) else 1
 
 
 def _blocks(side: Any, order: LoadOrder) -> list[list[torch.Tensor]]:
@@ -38,7 +43,7 @@ def _put(side: Any, order: LoadOrder, content: list[list[torch.Tensor]], only: C
     for views, blocks, tensors in zip(side._layers, order.into, content, strict=True):
         for number, (plane, tensor) in enumerate(zip(_planes(views), tensors, strict=True)):
             for at, block in enumerate(blocks):
-                if only(layer + number // len(views[0]), at):
+                if only(layer + number // _per_layer(views), at):
                     plane[block] = tensor[at]
         layer += len(views)
 
@@ -73,7 +78,30 @@ def _change_element(side: Any, order: LoadOrder, before: list[list[torch.Tensor]
         element += 1e-3
 
 
-_HARMS = dict(zip(names.LOADS, (_skip_load, _skip_last_block, _skip_layer, _swap_blocks, _change_element), strict=True))
+def _state_groups(side: Any) -> list[int]:
+    return [number for number, group in enumerate(side._layout.groups) if group.reuse == LAST]
+
+
+def _skip_states(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
+    for group in _state_groups(side):
+        for plane, tensor in zip(_planes(side._layers[group]), before[group], strict=True):
+            plane[order.into[group][-1]] = tensor[-1]
+
+
+def _other_boundary(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
+    """The state of another boundary, of the load before this one."""
+    for group in _state_groups(side):
+        for layer, plane in enumerate(_planes(side._layers[group])):
+            right = plane[order.into[group][-1]].clone()
+            plane[order.into[group][-1]] = _EARLIER.get((group, layer), torch.zeros_like(right))
+            _EARLIER[group, layer] = right
+
+
+_EARLIER: dict[tuple[int, int], torch.Tensor] = {}
+_HARMS: dict[str, Harm] = {"states skipped": _skip_states, "state of another boundary": _other_boundary}
+_HARMS |= dict(
+    zip(names.LOADS, (_skip_load, _skip_last_block, _skip_layer, _swap_blocks, _change_element), strict=True)
+)
 
 
 @contextmanager

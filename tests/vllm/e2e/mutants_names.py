@@ -2,3 +2,4 @@
 
 LOADS = ("load skipped", "last block skipped", "one layer skipped", "two blocks swapped", "one element changed")
 STORES = ("block copied after its reuse",)
+RECURRENT = ("load skipped", "states skipped", "state of another boundary")

@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import customize_attention_spec
 
 from kvcluster.core import model_kinds as kinds
-from kvcluster.engines.vllm import compat, registration
+from kvcluster.engines.vllm import compat, refusals, registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from tests.vllm.build import format_on_a_gpu
 from tests.vllm.models_table.walk import first_line
@@ -116,7 +116,7 @@ def _inspected(model: Any) -> Any:
 
 def examine(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Returns what was found of a model with that config.json, which is written into `folder`: `traits` of its KV, its
-    `groups` in words, `refused`, the reasons of compat.refusals, `token_bytes`, None if it is refused, and `note`, what
+    `groups` in words, `refused`, the reasons of refusals.py, `token_bytes`, None if it is refused, and `note`, what
     was done in another way than for other models. Raises whatever vLLM raises."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
@@ -125,7 +125,7 @@ def examine(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         layers, specs = _layers(config, folder, "meta")
         note = ""
     except Exception as error:
-        if refused := list(compat.refusals_of_settings(config)):
+        if refused := list(refusals.refusals_of_settings(config)):
             sparse = getattr(config.model_config.hf_text_config, "index_topk", None)
             traits = [kinds.INDEXER] if sparse else [kinds.OTHER]
             note = f"by its settings; its layers cannot be built here: {first_line(error)}"
@@ -136,7 +136,7 @@ def examine(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         layers, specs = _layers(config, folder, "cpu")
         note = "built in memory: it computes with its tensors while it is built"
     kv, failed = _planned(config, specs)
-    refused = list(compat.refusals(config, kv))
+    refused = list(refusals.refusals(config, kv))
     if failed and not refused:
         raise RuntimeError(f"vLLM plans no KV for it here: {failed}")
     refused = refused or list(_misfits(config, kv))
