@@ -97,7 +97,7 @@ class Scenario:
         self._traits = self._drawn()
         if seed % 5 == 3 and self._traits.model == "llama":  # not drawn, so that all other seeds draw as before
             self._traits = replace(self._traits, model="mla")
-        if seed % 5 == 4 and self._traits.model == "llama":
+        if seed % 15 == 9 and self._traits.model == "llama":
             self._traits = replace(self._traits, model="llama4")
         if seed % 7 == 3:
             most = 3 if self._traits.model == "gemma" else 2

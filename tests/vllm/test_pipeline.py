@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("stores_have_their_time")
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("staged")
-    return {name: model_folder(folder / name, MODELS[name] | {"num_hidden_layers": LAYERS[name]}) for name in MODELS}
+    return {name: model_folder(folder / name, MODELS[name] | {"num_hidden_layers": LAYERS[name]}) for name in LAYERS}
 
 
 def sizes(pipeline: int, tensor: int) -> dict[str, int]:
@@ -64,7 +64,7 @@ def layouts(model: Path, pipeline: int, tensor: int) -> list[compat.Layout]:
 
 
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", LAYERS)
 def test_parts_cover_the_whole_of_the_groups_that_one_rank_alone_has(
     folders: dict[str, Path], model: str, ranks: tuple[int, int]
 ) -> None:
@@ -179,7 +179,7 @@ def test_where_the_settings_do_not_determine_the_layers_pipeline_ranks_are_refus
     assert why.endswith("; use --tensor-parallel-size")
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", LAYERS)
 def test_operators_are_told_of_both_kinds_of_ranks(folders: dict[str, Path], model: str) -> None:
     one = found(folders[model], "--tensor-parallel-size", "2")
     assert (one["refused"], one["unknown"]) == ([], [])
@@ -239,7 +239,7 @@ def answer(engine: Engine, name: str, tokens: list[int], *, max_tokens: int = 4)
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", LAYERS)
 def test_engines_with_other_numbers_of_ranks_load_what_one_has_stored(
     bench: Bench, folders: dict[str, Path], model: str, ranks: tuple[int, int], overlap: bool
 ) -> None:
@@ -263,7 +263,7 @@ def test_engines_with_other_numbers_of_ranks_load_what_one_has_stored(
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (2, 2), (3, 1)], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", LAYERS)
 def test_pipeline_ranks_load_what_one_rank_alone_or_tensor_parallel_ranks_have_stored(
     bench: Bench, folders: dict[str, Path], model: str, ranks: tuple[int, int]
 ) -> None:

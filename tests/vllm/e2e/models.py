@@ -182,7 +182,7 @@ def _scale(folder: Path) -> None:
     tensors = load_file(file)
     for layer in range(LAYERS["e4m3"]):
         for number, name in enumerate(("k_scale", "v_scale")):
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([0.5 + 0.1 * (2 * layer + number)])
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([0.8 + 0.1 * (2 * layer + number)])
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}

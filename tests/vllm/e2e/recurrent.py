@@ -102,7 +102,8 @@ def _check_counts(house: House, what: str, rounds: Sequence[Any], spec: KVSpec) 
 
 
 def _check_turns(house: House, model: str, asked: Sequence[list[int]], expected: Sequence[dict[str, Any]]) -> None:
-    """A second turn continues behind an answer, from a state that decoding has left."""
+    """A second turn continues behind an answer, from a state that decoding has left: its last bits may differ from
+    those of a prompt that is computed whole, and no id does."""
     each = zip(asked, expected, strict=True)
     turns = [prompt + one["choices"][0]["ids"] + prompt[:TURN_TOKENS] for prompt, one in each]
     serial = {"prompts": turns, "serial": True, "fresh": True, "sampling": {"max_tokens": 16}}
@@ -112,7 +113,7 @@ def _check_turns(house: House, model: str, asked: Sequence[list[int]], expected:
     behind = sum(one["report"]["loaded_tokens"] > len(prompt) for prompt, one in zip(asked, mine, strict=True))
     ids = sum(a["choices"][0]["ids"] != b["choices"][0]["ids"] for a, b in zip(mine, right, strict=True))
     seen = f"{ids} of {len(turns)} differ in an id, {differences(mine, right)} in a last bit; {behind} from an answer"
-    house.table.add(f"{model}: a second turn", seen, behind > 0)
+    house.table.add(f"{model}: a second turn", seen, not ids and behind > 0)
 
 
 def _check_mutants(house: House, model: str, serial: dict[str, Any], expected: Sequence[dict[str, Any]]) -> None:
