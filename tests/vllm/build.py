@@ -7,6 +7,7 @@ the groups of layers, their memory and its layout come out of the functions that
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -139,9 +140,7 @@ def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:
     """The groups of layers and so many blocks of them, for each tensor parallel rank alike, and of pipeline ranks as
     the scheduler gets them. The engine's core notes the number."""
     config.cache_config.num_gpu_blocks_override = blocks
-    if not config.model_config.is_hybrid:
-        return planned_kv(config, 2**30)
-    with patch.object(kv_plan, "layer_specs", hybrid_specs):
+    with _known_layers(config):
         return planned_kv(config, 2**30)
 
 
@@ -170,7 +169,15 @@ def hybrid_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
 def kv_of_stages(config: VllmConfig, blocks: int = 160) -> list[KVCacheConfig]:
     """The same as the workers of each pipeline rank get it."""
     config.cache_config.num_gpu_blocks_override = blocks
-    return planned_stages(config, 2**30)
+    with _known_layers(config):
+        return planned_stages(config, 2**30)
+
+
+def _known_layers(config: VllmConfig) -> AbstractContextManager[Any]:
+    """Within it the layers of a hybrid are planned, which its settings do not tell."""
+    if config.model_config.is_hybrid:
+        return patch.object(kv_plan, "layer_specs", hybrid_specs)
+    return nullcontext()
 
 
 def kv_caches(config: VllmConfig, kv: KVCacheConfig) -> dict[str, torch.Tensor]:

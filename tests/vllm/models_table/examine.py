@@ -41,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import customize_attention_spec
 
 from kvcluster.core import model_kinds as kinds
-from kvcluster.engines.vllm import compat, refusals, registration
+from kvcluster.engines.vllm import compat, kv_plan, refusals, registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from tests.vllm.build import format_on_a_gpu
 from tests.vllm.models_table.walk import first_line
@@ -154,7 +154,7 @@ def _planned(config: Any, specs: dict[str, Any]) -> tuple[Any, str]:
     """Returns vLLM's groups of layers, and ""; a group for each layer, and why, if vLLM makes none on a CPU."""
     config.cache_config.kv_cache_layout = config.cache_config.kv_cache_layout or "LBHNC"
     try:
-        made = registration._plan(config, [specs], [registration._AMPLE])[0]
+        made = kv_plan._plan(config, [specs], [kv_plan._AMPLE])[0]
     except Exception as error:
         groups = [KVCacheGroupSpec([name], spec) for name, spec in specs.items()]
         return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups), first_line(error)
