@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 
 from kvcluster.core.groups import LAST, Group, Plane, window
-from kvcluster.core.model_kinds import FULL, LATENTS, MAMBA, SEVERAL_WINDOWS, SINKS, TRAITS, UNLIKE, WINDOWS
+from kvcluster.core.model_kinds import (
+    CHUNKED,
+    FULL,
+    LATENTS,
+    MAMBA,
+    SEVERAL_WINDOWS,
+    SHARED,
+    SINKS,
+    TRAITS,
+    UNLIKE,
+    WINDOWS,
+)
 from kvcluster.core.model_outcome import (
     CONTRACT,
     PROVED,
@@ -22,7 +33,7 @@ from kvcluster.core.model_outcome import (
 from kvcluster.errors import ConfigError
 
 KNOWN = ExaminedArchitectures(
-    served=(((FULL,), "Llama Odd"), ((FULL, WINDOWS, SINKS), "Oss"), ((LATENTS,), "Deep")),
+    served=(((FULL,), "Llama Odd"), ((FULL, WINDOWS, SINKS), "Oss"), ((LATENTS,), "Deep"), ((FULL, SHARED), "Sharing")),
     refused=(((FULL, MAMBA), "group 0 keeps MambaSpec", "Jamba"),),
     unread="Odd",
     not_examined="New",
@@ -51,7 +62,14 @@ def test_a_model_of_a_proved_kind_is_served_with_its_bytes() -> None:
 def test_what_its_architecture_keeps_beside_what_the_file_tells_is_named_too() -> None:
     kinds = ["sliding_attention", "full_attention"] * 16
     found = outcome_of(architectures=["Oss"], layer_types=kinds, sliding_window=128)
-    assert (found.outcome, found.kinds) == (CONTRACT, (FULL, WINDOWS, SINKS))
+    assert (found.outcome, found.kinds) == (PROVED, (FULL, WINDOWS, SINKS))
+    assert outcome_of(architectures=["Sharing"]).outcome == CONTRACT, "no real engine proves that kind"
+
+
+def test_layers_that_attend_in_chunks_are_told_from_the_file() -> None:
+    kinds = ["chunked_attention", "full_attention"] * 16
+    found = outcome_of(layer_types=kinds, attention_chunk_size=8192)
+    assert (found.outcome, found.kinds) == (PROVED, (FULL, CHUNKED))
 
 
 def test_a_refused_architecture_is_refused_whatever_its_settings_say() -> None:

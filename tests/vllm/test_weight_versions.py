@@ -17,8 +17,8 @@ from kvcluster.engines.vllm import weight_versions, weights
 from kvcluster.engines.vllm.connector import KVClusterConnector
 from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.scheduler import SchedulerSide
-from kvcluster.engines.vllm.settings import parse_settings
-from kvcluster.engines.vllm.weight_versions import VERSION_BYTES, run_fault, version_fault, version_weights
+from kvcluster.engines.vllm.settings import parse_settings, run_fault
+from kvcluster.engines.vllm.weight_versions import VERSION_BYTES, version_fault, version_weights
 from kvcluster.errors import ConfigError, LimitError
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK

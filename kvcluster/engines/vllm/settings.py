@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,26 @@ from kvcluster.client.credential import read_token
 from kvcluster.config import LOSSES, TRANSPORTS
 from kvcluster.core import limits
 from kvcluster.core.ids import TENANT_NAME
+from kvcluster.core.spec import RUN_WEIGHTS
 from kvcluster.engines.settings_check import check_settings
-from kvcluster.engines.vllm.weight_versions import is_run, run_fault
 from kvcluster.errors import ConfigError
 from kvcluster.observe.trace_file import DEFAULT_FOLDER, MODES
 
 _LEAST_STAGING_BYTES = 1 << 25
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def is_run(weights: str) -> bool:
+    """Whether this setting names a training run."""
+    return weights.startswith(RUN_WEIGHTS)
+
+
+def run_fault(weights: str) -> str:
+    """Returns what is wrong with the name of a run, "" for none, and for weights that are no run."""
+    if not is_run(weights) or _RUN_NAME.fullmatch(weights[len(RUN_WEIGHTS) :]):
+        return ""
+    return f"weights must name a run by up to 128 letters, digits, '.', '_' and '-', as run:NAME, not {weights[:200]!r}"
 
 
 @dataclass(frozen=True, slots=True)

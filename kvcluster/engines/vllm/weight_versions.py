@@ -27,13 +27,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
-from kvcluster.core.spec import RUN_WEIGHTS
 from kvcluster.engines.vllm.compat import as_bytes
 
 VERSION_BYTES = 256
 """UTF-8 bytes of a version. vLLM gives it no limit, and loops use a step's number or a commit."""
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _SHOWN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DOMAIN = b"kvcluster-weight-version-v1"
 _WATCHED = "_kvcluster_watched"
@@ -45,18 +43,6 @@ _HARMLESS = frozenset(
     }
 )
 """Calls to workers, by vLLM itself, that leave the weights as they are."""
-
-
-def is_run(weights: str) -> bool:
-    """Whether this setting names a training run."""
-    return weights.startswith(RUN_WEIGHTS)
-
-
-def run_fault(weights: str) -> str:
-    """Returns what is wrong with the name of a run, "" for none, and for weights that are no run."""
-    if not is_run(weights) or _RUN_NAME.fullmatch(weights[len(RUN_WEIGHTS) :]):
-        return ""
-    return f"weights must name a run by up to 128 letters, digits, '.', '_' and '-', as run:NAME, not {weights[:200]!r}"
 
 
 def version_fault(version: object) -> str:

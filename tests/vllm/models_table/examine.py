@@ -174,10 +174,8 @@ def _misfits(config: Any, kv: Any) -> Iterator[str]:
 def _engine_config(folder: Path) -> Any:
     """Returns the configuration of an engine; without a prefix cache where its kind of model allows none on a CPU."""
     try:
-        return _arguments(folder).create_engine_config()
-    except Exception as error:
-        if "can only be set with --enable-prefix-caching" not in str(error):
-            raise
+        return _arguments(folder, enable_prefix_caching=True).create_engine_config()
+    except Exception:
         return _arguments(folder, enable_prefix_caching=False).create_engine_config()
 
 
@@ -219,6 +217,8 @@ def _specs(config: Any, layers: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _token_bytes(spec: Any) -> int:
+    if isinstance(spec, MambaSpec):  # a state is of all tokens
+        return 0
     return int(spec.num_kv_heads * (spec.head_size + spec.head_size_v) * spec.dtype.itemsize)
 
 
