@@ -7,6 +7,12 @@ model_outcome.ExaminedArchitectures.
 RELEASE = "0.32.0"
 SERVED: tuple[tuple[tuple[str, ...], str], ...] = (
     (
+        ("Mamba",),
+        """
+    FalconMambaForCausalLM MambaForCausalLM
+        """,
+    ),
+    (
         ("full attention",),
         """
     ApertusForCausalLM ArceeForCausalLM AriaForConditionalGeneration AudioFlamingo3ForConditionalGeneration
@@ -37,6 +43,32 @@ SERVED: tuple[tuple[tuple[str, ...], str], ...] = (
     SmolVLMForConditionalGeneration SolarForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
     Step3TextForCausalLM Step3VLForConditionalGeneration TeleChat2ForCausalLM TeleChat3ForCausalLM
     TeleFLMForCausalLM
+        """,
+    ),
+    (
+        ("full attention", "Mamba"),
+        """
+    JambaForCausalLM
+        """,
+    ),
+    (
+        ("full attention", "chunked attention"),
+        """
+    Llama4ForCausalLM Llama4ForConditionalGeneration
+        """,
+    ),
+    (
+        ("full attention", "gated delta net"),
+        """
+    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration OlmoHybridForCausalLM
+    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
+    Qwen3_5MoeForConditionalGeneration
+        """,
+    ),
+    (
+        ("full attention", "short convolutions"),
+        """
+    Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration
         """,
     ),
     (
@@ -78,15 +110,8 @@ SERVED: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
-        ("Mamba",),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
-        """
-    FalconMambaForCausalLM MambaForCausalLM
-        """,
-    ),
-    (
         ("Mamba 2",),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
+        "a group (MAMBA2) writes the state of a boundary in the middle of a chunk, which has not been reviewed",
         """
     Mamba2ForCausalLM
         """,
@@ -101,54 +126,25 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (
         ("attention to what follows",),
-        "a group attends in chunks or to what follows, so that KV depends on more than its prefix",
+        "a group attends to what follows, so that KV depends on more than its prefix",
         """
     HrmTextForCausalLM
         """,
     ),
     (
-        ("full attention", "Mamba"),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
-        """
-    JambaForCausalLM
-        """,
-    ),
-    (
         ("full attention", "Mamba 2"),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
+        "a group (MAMBA2) writes the state of a boundary in the middle of a chunk, which has not been reviewed",
         """
     FalconH1ForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM NemotronHPuzzleForCausalLM
     Zamba2ForCausalLM
         """,
     ),
     (
-        ("full attention", "chunked attention"),
-        "a group keeps ChunkedLocalAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
-        """
-    Llama4ForCausalLM Llama4ForConditionalGeneration
-        """,
-    ),
-    (
         ("full attention", "cross attention"),
-        "a group keeps CrossAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
+        "a group keeps CrossAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, "
+        "ChunkedLocalAttentionSpec, MLAAttentionSpec",
         """
     WhisperForConditionalGeneration
-        """,
-    ),
-    (
-        ("full attention", "gated delta net"),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
-        """
-    MiniCPMV4_6ForConditionalGeneration MiniCPMV4_7ForConditionalGeneration OlmoHybridForCausalLM
-    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM
-    Qwen3_5MoeForConditionalGeneration
-        """,
-    ),
-    (
-        ("full attention", "short convolutions"),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
-        """
-    Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm2VlForConditionalGeneration
         """,
     ),
     (
@@ -181,15 +177,9 @@ REFUSED: tuple[tuple[tuple[str, ...], str, str], ...] = (
         """,
     ),
     (
-        ("latents (MLA)", "gated delta net"),
-        "a group keeps MambaSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
-        """
-    BailingMoeV3ForCausalLM
-        """,
-    ),
-    (
         ("static sinks",),
-        "a group keeps SinkFullAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, MLAAttentionSpec",
+        "a group keeps SinkFullAttentionSpec; served are FullAttentionSpec, SlidingWindowSpec, "
+        "ChunkedLocalAttentionSpec, MLAAttentionSpec",
         """
     PanguProMoEV2ForCausalLM
         """,
@@ -199,17 +189,18 @@ UNREAD = """
     IQuestLoopCoderForCausalLM Step3TextForCausalLM Step3VLForConditionalGeneration Step3p5ForCausalLM
 """
 NOT_EXAMINED = """
-    AliceAIForCausalLM Alpamayo2Super BailingMoeV2_5ForCausalLM BailingMoeV3VLForConditionalGeneration
-    BeamForCausalLM BeeForConditionalGeneration ChatGLMForConditionalGeneration ChatGLMModel
-    CohereAsrForConditionalGeneration Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM
-    DeepseekOCRForCausalLM DeepseekV4ForConditionalGeneration DeepseekVLV2ForCausalLM
-    DiffusionGemmaForBlockDiffusion DomynEdgeForCausalLM DoryForCausalLM Dots3NoteForCausalLM
-    DotsOCRForCausalLM Eagle2_5_VLForConditionalGeneration Emu3ForConditionalGeneration
-    Ernie4_5_VLMoeForConditionalGeneration FireRedASR2ForConditionalGeneration FlintForCausalLM
-    FunASRForConditionalGeneration FunAudioChatForConditionalGeneration GLM4VForCausalLM
-    Gemma3nForConditionalGeneration Glm5NextForCausalLM Granite4VisionForConditionalGeneration H2OVLChatModel
-    HCXVisionV2ForCausalLM HfMoondream HunYuanVLForConditionalGeneration InklingForCausalLM
-    InklingForConditionalGeneration InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
+    AliceAIForCausalLM Alpamayo2Super BailingMoeV2_5ForCausalLM BailingMoeV3ForCausalLM
+    BailingMoeV3VLForConditionalGeneration BeamForCausalLM BeeForConditionalGeneration
+    ChatGLMForConditionalGeneration ChatGLMModel CohereAsrForConditionalGeneration
+    Cosmos3ForConditionalGeneration DeepseekOCR2ForCausalLM DeepseekOCRForCausalLM
+    DeepseekV4ForConditionalGeneration DeepseekVLV2ForCausalLM DiffusionGemmaForBlockDiffusion
+    DomynEdgeForCausalLM DoryForCausalLM Dots3NoteForCausalLM DotsOCRForCausalLM
+    Eagle2_5_VLForConditionalGeneration Emu3ForConditionalGeneration Ernie4_5_VLMoeForConditionalGeneration
+    FireRedASR2ForConditionalGeneration FlintForCausalLM FunASRForConditionalGeneration
+    FunAudioChatForConditionalGeneration GLM4VForCausalLM Gemma3nForConditionalGeneration Glm5NextForCausalLM
+    Granite4VisionForConditionalGeneration H2OVLChatModel HCXVisionV2ForCausalLM HfMoondream
+    HunYuanVLForConditionalGeneration InklingForCausalLM InklingForConditionalGeneration
+    InternS1ForConditionalGeneration InternS1ProForConditionalGeneration
     InternS2MobiusForConditionalGeneration InternS2PreviewForConditionalGeneration InternVLChatModel
     IsaacForConditionalGeneration KananaVForConditionalGeneration KeyeForConditionalGeneration
     KeyeVL1_5ForConditionalGeneration KimiK3ForConditionalGeneration KimiLinearForCausalLM Kolibri1ForCausalLM

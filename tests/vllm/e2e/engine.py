@@ -69,7 +69,7 @@ ON_SERVE: dict[str, Any] = {
 }
 """Where replicas differ from it: longer prompts, computed whole, and the engine's own cache before the cluster's."""
 
-_FEW_BLOCKS = {"mla": 90, "chunks": 70, "conv": 90}
+_FEW_BLOCKS = {"mla": 90, "chunks": 66, "sinks": 46, "conv": 90}
 """Of smaller blocks eight requests waste less; further groups of layers and recurrent states take their own."""
 
 JOIN_S = 60.0
