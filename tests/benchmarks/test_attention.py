@@ -70,6 +70,7 @@ def test_wrong_options_are_refused_by_name(option: list[str], named: str, capsys
 # ------------------------------------------------------------------------------------------------ over links
 
 
+@pytest.mark.nightly
 def test_generations_over_a_link_are_measured_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = tmp_path / "picture.png"
     arguments = ["--links", "1gbit/200us", "--tokens", "1024", "--new", "2", "1", "--batch", "2", "--plot", str(drawn)]

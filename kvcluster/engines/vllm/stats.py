@@ -31,14 +31,12 @@ DESCRIBED = {
     "dropped_stores": "Stores that were cancelled because the engine needed their blocks.",
     "failed_stores": "Stores that the cluster did not accept.",
     "opened_breakers": "Times that a rank stopped asking a shard whose calls had failed, or tried it again in vain.",
-    **{
-        f"refused_{kind}_hints": f"Actions of KV hints that were refused: {what}."
-        for kind, what in {
-            **{kind: f"of type {kind}, which is not carried out yet" for kind in kv_hints.KINDS},
-            kv_hints.UNKNOWN: "of a type or version that is not known",
-            kv_hints.MALFORMED: "malformed, or too many in one request",
-        }.items()
-    },
+    "refused_pin_hints": "Actions of KV hints of type pin that were refused: it is not carried out yet.",
+    "refused_unpin_hints": "Actions of KV hints of type unpin that were refused: it is not carried out yet.",
+    "refused_prefetch_hints": "Actions of KV hints of type prefetch that were refused: it is not carried out yet.",
+    "refused_drop_hints": "Actions of KV hints of type drop that were refused: it is not carried out yet.",
+    "refused_unknown_hints": "Actions of KV hints that were refused: of a type or version that is not known.",
+    "refused_malformed_hints": "Actions of KV hints that were refused: malformed, or too many in one request.",
 }
 """Every count and its description."""
 
