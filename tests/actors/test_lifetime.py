@@ -60,7 +60,7 @@ def test_a_ray_that_does_not_start_says_what_is_in_its_logs_and_leaves_no_proces
     assert set(descendants(os.getpid())) <= before
 
 
-@pytest.mark.parametrize("hanging", [1, 2])
+@pytest.mark.parametrize("hanging", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_a_server_of_ray_that_hangs_is_started_once_more(hanging: int, tmp_path: Path) -> None:
     count, server = tmp_path / "starts", tmp_path / "gcs_server"
     server.write_text(

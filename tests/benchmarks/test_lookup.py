@@ -9,6 +9,7 @@ import pytest
 from benchmarks.__main__ import main
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_it_prints_its_setting_and_its_ratios(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lookup", "--json", "--blocks", "10000"]) == 0
