@@ -154,8 +154,7 @@ def verdict(least_tokens: int | None) -> str:
 
 def _group_text(group: Group) -> str:
     planes = " and ".join(f"{plane.name} [{plane.heads} x {plane.dim}, {plane.dtype}]" for plane in group.planes)
-    over = {"window": "over a window", "chunk": "within chunks"}.get(group.reuse.kind)
-    reuse = f" {over} of {group.reuse.tokens:,} tokens" if over else ""
+    reuse = f" over {group.reuse.span}" if group.reuse.span else ""
     return f"{len(group.layers)} layers of {planes}{reuse}"
 
 

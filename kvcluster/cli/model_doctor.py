@@ -86,7 +86,7 @@ def _group_text(group: Group) -> str:
         f"{f'{plane.heads} x ' if plane.name != 'latent' else ''}{plane.dim} {plane.dtype}"
         for plane in group.planes
     )
-    within = f" within a window of {group.reuse.tokens:,} tokens" if group.reuse.kind == "window" else ""
+    within = f" within {group.reuse.span}" if group.reuse.span else ""
     return f"{counted(len(group.layers), 'layer')}: {planes}{within}"
 
 

@@ -152,21 +152,26 @@ class Reuse:
 
     def blocks_needed(self, boundary: int, block_tokens: int) -> int:
         """Returns the number of blocks immediately before block number `boundary` that are needed."""
-        if self.kind == "prefix":
-            return boundary
-        if self.kind == "last":
-            return min(boundary, 1)
-        if self.kind == "chunk":
-            begins = boundary * block_tokens // self.tokens * self.tokens
-            return boundary - begins // block_tokens
-        return self.most_needed(boundary, block_tokens)
+        if self.kind != "chunk":
+            return self.most_needed(boundary, block_tokens)
+        begins = boundary * block_tokens // self.tokens * self.tokens
+        return boundary - begins // block_tokens
 
     def most_needed(self, boundary: int, block_tokens: int) -> int:
         """Returns the most that `blocks_needed` is of any boundary up to that one. It never falls as boundaries grow,
         and `blocks_needed` does where a chunk begins."""
-        if self.kind in ("window", "chunk"):
-            return min(boundary, -(-(self.tokens - 1) // block_tokens))
-        return self.blocks_needed(boundary, block_tokens)
+        if self.kind == "prefix":
+            return boundary
+        if self.kind == "last":
+            return min(boundary, 1)
+        return min(boundary, -(-(self.tokens - 1) // block_tokens))
+
+    @property
+    def span(self) -> str:
+        """The tokens that a token attends to, in words: "a window of 4,096 tokens"; "" if they are all before it, or
+        are known by a state."""
+        what = {"window": "a window", "chunk": "chunks"}.get(self.kind)
+        return f"{what} of {self.tokens:,} tokens" if what else ""
 
 
 PREFIX = Reuse("prefix")

@@ -25,7 +25,6 @@ from tests.vllm.build import (
 )
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import BESIDE
-from tests.vllm.toy import Engine
 
 pytestmark = pytest.mark.usefixtures("stores_have_their_time")
 
@@ -103,14 +102,9 @@ def test_a_load_brings_the_prefix_and_of_the_chunk_its_own_blocks(
     other = bench.engine(llama4, BESIDE, tensor_parallel_size=ranks)
     other.add("b", prompt, max_tokens=8)
     other.run()
-    assert loaded_blocks(other) == blocks
+    assert other.loaded_blocks == blocks
     pages = blocks + chunk(CHUNK).blocks_needed(blocks, BLOCK)
     assert other.counts["loaded_bytes"] == ranks * pages * PAGE, "each rank reads pages of all heads"
-
-
-def loaded_blocks(engine: Engine) -> int:
-    """Blocks that came with its loads at every rank."""
-    return min(load.blocks for report in engine.reports for load in report.loads.values())
 
 
 def test_a_conversation_goes_on_over_many_chunks(bench: Bench, llama4: Path) -> None:

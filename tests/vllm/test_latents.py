@@ -36,7 +36,6 @@ from tests.vllm.build import (
 )
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import ALWAYS, BESIDE
-from tests.vllm.toy import Engine
 
 EIGHT = list(range(1, 8 * BLOCK + 2))
 """A prompt of eight full blocks, and a token that is always computed."""
@@ -240,12 +239,7 @@ def test_engines_of_other_numbers_of_ranks_share_latents_that_are_stored_once(
     other = bench.engine(mla, BESIDE, tensor_parallel_size=second)
     other.add("b", EIGHT, max_tokens=2)
     other.run()
-    assert loaded_blocks(other) == 8
-
-
-def loaded_blocks(engine: Engine) -> int:
-    """Blocks that came with its loads at every rank; reports of several ranks may be of different steps."""
-    return min(load.blocks for report in engine.reports for load in report.loads.values())
+    assert other.loaded_blocks == 8
 
 
 @pytest.mark.parametrize("way", [ALWAYS, BESIDE], ids=["within the passes", "beside them"])
@@ -256,7 +250,7 @@ def test_padded_pages_are_stored_and_loaded(bench: Bench, mla: Path, way: dict[s
         engine.add("a", EIGHT, max_tokens=2)
         engine.run()
         engine.drain()
-    assert loaded_blocks(other) == 8
+    assert other.loaded_blocks == 8
 
 
 @pytest.mark.parametrize("padded", [None, 40_960], ids=["dense", "padded pages"])
@@ -271,7 +265,7 @@ def test_latents_of_deepseeks_size_are_stored_and_loaded(bench: Bench, tmp_path:
         engine.add("a", list(range(1, 4 * 16 + 2)), max_tokens=2)
         engine.run()
         engine.drain()
-    assert loaded_blocks(other) == 4
+    assert other.loaded_blocks == 4
     assert other.counts["loaded_bytes"] == 4 * 36_864
 
 

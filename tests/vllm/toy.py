@@ -371,6 +371,11 @@ class Engine:
         assert client is not None
         return client
 
+    @property
+    def loaded_blocks(self) -> int:
+        """Blocks that came with its loads at every rank; reports of several ranks may be of different steps."""
+        return min(load.blocks for report in self.reports for load in report.loads.values())
+
     def add(
         self,
         name: str,

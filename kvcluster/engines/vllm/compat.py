@@ -18,22 +18,14 @@ from huggingface_hub import snapshot_download
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    SlidingWindowSpec,
-)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
 import kvcluster
 import kvcluster.engines.vllm.kv_plan as kv_plan
 import kvcluster.engines.vllm.refusals as refusals
 from kvcluster.core.groups import LAST, PREFIX, Group, Part, Reuse, chunk, window
 from kvcluster.engines.vllm.kv_format import KVFormat, attention_backend, kv_format, latent_backends
-from kvcluster.engines.vllm.state_format import (
-    keeps_state,
-    state_format,
-    state_plane,
-    state_views,
-)
+from kvcluster.engines.vllm.state_format import keeps_state, state_format, state_plane, state_views
 from kvcluster.errors import CallerError
 
 NULL_BLOCK = 0

@@ -1,8 +1,9 @@
 """Versions of weights that change in memory, and which of them an engine caches under.
 
-vLLM counts no changes itself. Its engine core has a text (`EngineCore.set_weight_version`) that a training loop sets
-after it has changed the weights, and that goes into answers only: no connector is told, and neither a request nor a
-step carries it. So `watch` has the core call its connectors, on the core's own thread and hence between two steps:
+vLLM counts no changes itself. After a training loop has changed the weights, it sets a text of the engine core
+(`EngineCore.set_weight_version`). vLLM puts that text into answers. It tells no connector, and neither a request nor a
+step carries the text. So `watch` has the core call its connectors, on the core's own thread and hence between two
+steps:
 
     - before each call to the workers (`EngineCore.collective_rpc`), since such calls change weights. Steps and calls
       reach the workers in the order in which the core makes them. So a step that was scheduled before the call has
